@@ -57,7 +57,7 @@ class Dice:
         self.decided[route] += 1
         if route == PLAIN_ROUTE:
             return PLAIN
-        return Choice(route, self.draw.randint(1, candidate.most), match_class)
+        return Choice(route, self.draw.randint(1, candidate.max_tokens), match_class)
 
     def choose_draft(self, request_id, has_seed, match_classes, num_rows, most):
         source = self.draw.choice([None, *self._sources, *self._sources])
@@ -176,7 +176,7 @@ def test_a_draft_that_nobody_asks_keeps_steps_comparable(engines, pair, monkeypa
     keys = triforce(model=pair["draft"], retrieval_budget=256, adaptive=True, gamma=None)
     llm = engines.get(pair["target"], keys)
     controller, forgotten = controller_of(llm), []
-    choices = lambda found, *_: [Choice(HIERARCHICAL, min(3, c.most)) for c in found]  # noqa: E731
+    choices = lambda found, *_: [Choice(HIERARCHICAL, min(3, c.max_tokens)) for c in found]  # noqa: E731
     monkeypatch.setattr(controller, "choose", choices)
     monkeypatch.setattr(controller, "choose_draft", lambda *_: (None, 0))
     monkeypatch.setattr(controller, "forget_plan", lambda: forgotten.append(1))

@@ -24,7 +24,7 @@ class FixedDecisions:
         plan = {}
         if self._its is not PLAIN:
             for name in names:
-                length = min(self._its.num_tokens, candidate(name).most)
+                length = min(self._its.num_tokens, candidate(name).max_tokens)
                 plan[name] = replace(self._its, num_tokens=length), self._num_rounds
         return self._num_steps - 1, plan
 

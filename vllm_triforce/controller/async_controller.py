@@ -202,7 +202,7 @@ class AsyncController:
         extended = []
         for candidate, choice in zip(candidates, choices):
             if choice.route == HIERARCHICAL and not candidate.has_seed:
-                longest = min(candidate.most, controller.config.num_speculative_tokens)
+                longest = min(candidate.max_tokens, controller.config.num_speculative_tokens)
                 num_tokens = min(longest, choice.num_tokens + (num_rounds + 1) // 2)
                 choice = replace(choice, num_tokens=num_tokens)
             extended.append(choice)
@@ -236,8 +236,8 @@ class AsyncController:
                 continue
             described = candidate(request_id)
             contexts[request_id] = described.context
-            if choice.num_tokens > described.most:
-                choice, is_same = replace(choice, num_tokens=described.most), False
+            if choice.num_tokens > described.max_tokens:
+                choice, is_same = replace(choice, num_tokens=described.max_tokens), False
             plan[request_id] = choice, num_rounds
         if plan:
             self._add_pending(number, plan, held.planned if is_same else None, contexts)

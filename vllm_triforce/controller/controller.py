@@ -213,7 +213,7 @@ class Controller:
         if "length" in self.chooses:
             measured = [int(tokens) - 1 for tokens, _ in model.measured.full_by_tokens]
             fixed_lengths = sorted({*_SHORT_LENGTHS, *measured} & {*range(1, max_tokens + 1)})
-        longest = np.array([0 if c.has_seed else min(c.most, max_tokens) for c in candidates])
+        longest = np.array([0 if c.has_seed else min(c.max_tokens, max_tokens) for c in candidates])
         lengths = np.empty((count, len(fixed_lengths) + 1), dtype=np.int64)
         lengths[:, :-1], lengths[:, -1] = fixed_lengths, longest
         lengths[lengths > longest[:, None]] = 0
@@ -246,20 +246,20 @@ class Controller:
         has_seed: bool,
         match_classes: Mapping[str, int],
         num_rows: int,
-        most: int,
+        max_tokens: int,
     ) -> tuple[str | None, int]:
         """Choose the source of a round's draft and its number of tokens.
 
         Args:
             match_classes: match class by source that has tokens.
             num_rows: requests in this round.
-            most: tokens that level 2 has room for.
+            max_tokens: tokens that level 2 has room for.
         """
         if self.config.levels == "2,3":
             return None, 0
         if "gamma" not in self.chooses or has_seed:
-            return self._fixed.draft(most)
-        return self._draft_lengths.best(request_id, match_classes, num_rows, most)
+            return self._fixed.draft(max_tokens)
+        return self._draft_lengths.best(request_id, match_classes, num_rows, max_tokens)
 
     def preview(self, candidate: Candidate) -> Choice:
         """Return the choice for a new request alone, with prior acceptance."""

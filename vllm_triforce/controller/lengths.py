@@ -21,7 +21,7 @@ class FixedLengths:
 
     def choice(self, candidate: Candidate) -> Choice:
         """Return a request's proposal."""
-        length, choices = candidate.most, self._config.adaptive_keys
+        length, choices = candidate.max_tokens, self._config.adaptive_keys
         if "length" in choices:
             length = min(length, FIXED_LENGTH)
         if "context" in choices and self.tokens_until(candidate) > 0:

@@ -22,7 +22,7 @@ class Candidate:
     request_id: str
     context: int
     """Tokens."""
-    most: int
+    max_tokens: int
     """Longest proposal that fits."""
     match_classes: Mapping[str, int] = field(default_factory=dict)
     """Match class by source that has tokens for the request; sources that always have
@@ -153,7 +153,7 @@ def build_options(
             own_s, setup_s = verify_s + model.begin_seconds, window_s + selection_s
         else:
             own_s, setup_s = verify_s, window_s * source.takes_passes
-            is_possible = is_possible & _column(known[route] is not None for known in match_classes)
+            is_possible = is_possible & _column(c[route] is not None for c in match_classes)
             _end_by_rule(ended.get(route, []), lengths, tokens, passes, is_possible)
             shared_s = passes * costs.draft_s
         parts.append((lengths, tokens, own_s, is_possible, passes, shared_s, setup_s + 0 * own_s))

@@ -119,7 +119,7 @@ class SpeculatorV1:
                 rule = self.controller.rule_for_direct_draft(name, drafting, num_others)
             if rule is not None:
                 max_tokens = [
-                    n if c.has_seed else min(c.most, max(n, _LONGEST))
+                    n if c.has_seed else min(c.max_tokens, max(n, _LONGEST))
                     for c, n in zip(drafting, num_planned, strict=True)
                 ]
             draft = self.level1.draft_directly(

@@ -78,14 +78,14 @@ def pairs_by_row(records: list[dict]) -> list[tuple[dict, Pairs]]:
     """
     records = whole_sets(records)
     stock = {set_of(record): record for record in records if record["method"] == STOCK}
-    found: dict[tuple, Pairs] = defaultdict(list)
+    pairs_by_key: dict[tuple, Pairs] = defaultdict(list)
     for record in records:
         key = tuple(record[name] for name in CELL + VARIANT)
-        found[key].append((stock[set_of(record)], record))
+        pairs_by_key[key].append((stock[set_of(record)], record))
     dtypes, labels = (
         list(dict.fromkeys(record[name] for record in records)) for name in ("dtype", "label")
     )
-    rows = [(dict(zip(CELL + VARIANT, key)), pairs) for key, pairs in found.items()]
+    rows = [(dict(zip(CELL + VARIANT, key)), pairs) for key, pairs in pairs_by_key.items()]
 
     def order(row: tuple[dict, Pairs]) -> tuple:
         dtype, *cell = (row[0][name] for name in CELL)

@@ -89,8 +89,8 @@ def _engine(results: dict[str, Any]) -> Rows:
             if choice not in results["chosen_while_running"]:
                 lengths.append(f"{name} {settings[name]}")
             else:
-                most = "" if choice == "context" else f", at most {settings[name]}"
-                lengths.append(f"{name} chosen while running{most}")
+                limit = "" if choice == "context" else f", at most {settings[name]}"
+                lengths.append(f"{name} chosen while running{limit}")
         yield "lengths", "; ".join(lengths)
     if settings["kv_offload_gib"] is not None:
         yield "KV in host memory", f"{settings['kv_offload_gib']:g} GiB a rank"

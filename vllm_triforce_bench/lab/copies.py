@@ -85,21 +85,21 @@ scales of tokens; ``int4`` rounds to the nearest, without the calibration of AWQ
 def make_copy(model: Any, name: str) -> Any:
     """Copy transformers' model by a scheme."""
     scheme = SCHEMES[name]
-    made = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     if scheme.dtype is not None:
         # Parameters alone: RoPE's frequencies are a buffer, and stay exact.
-        for parameter in made.parameters():
+        for parameter in copied.parameters():
             parameter.data = parameter.data.to(scheme.dtype)
-        return made
-    output = made.get_output_embeddings()
-    for layer in made.modules():
+        return copied
+    output = copied.get_output_embeddings()
+    for layer in copied.modules():
         if not isinstance(layer, nn.Linear) or layer is output:
             continue
         if scheme.weights is not None:
             layer.weight.copy_(scheme.weights(layer.weight))
         if scheme.inputs is not None:
             layer.register_forward_pre_hook(_rounded_inputs(scheme.inputs))
-    return made
+    return copied
 
 
 def check_copies(config, names: tuple[str, ...], trust_remote_code: bool = False) -> None:

@@ -114,8 +114,8 @@ class Measurement(BaseMeasurement):
         if not paired.temperature:
             stock, *others = self._engines
             for variant in (engine.variant for engine in others):
-                expected, found = tokens[stock.variant], tokens[variant]
-                verdict = identity.judge(stock.llm, texts, expected, found, paired.dtype)
+                expected, actual = tokens[stock.variant], tokens[variant]
+                verdict = identity.judge(stock.llm, texts, expected, actual, paired.dtype)
                 records[variant]["greedy"] = asdict(verdict)
         return [records[engine.variant] for engine in self._engines]
 

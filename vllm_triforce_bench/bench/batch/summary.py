@@ -60,8 +60,8 @@ def _together(stock: numpy.ndarray, own: numpy.ndarray) -> dict:
     """
     row = {"ratio_together": _ratio(stock, own), "ratio_low": None, "ratio_high": None}
     if len(own) >= LEAST_RESAMPLED:
-        found = bootstrap((stock, own), _ratio, paired=True, method="percentile", rng=0)
-        row["ratio_low"], row["ratio_high"] = map(float, found.confidence_interval)
+        interval = bootstrap((stock, own), _ratio, paired=True, method="percentile", rng=0)
+        row["ratio_low"], row["ratio_high"] = map(float, interval.confidence_interval)
     return row
 
 

@@ -109,10 +109,10 @@ def running(variant: Variant, model: str, arguments: dict[str, Any], log: Path) 
 
 def command(variant: Variant, model: str, port: int, arguments: dict[str, Any]) -> list[str]:
     """Make the command line; the servers of a set differ in ``--speculative-config`` alone."""
-    own = {"host": "127.0.0.1", "port": port, "served_model_name": MODEL}
-    own |= {"uvicorn_log_level": "warning", "speculative_config": variant.keys}
+    of_server = {"host": "127.0.0.1", "port": port, "served_model_name": MODEL}
+    of_server |= {"uvicorn_log_level": "warning", "speculative_config": variant.keys}
     words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-    return words + flags(arguments | own)
+    return words + flags(arguments | of_server)
 
 
 def flags(arguments: dict[str, Any]) -> list[str]:
@@ -136,7 +136,7 @@ def environment(variant: Variant) -> dict[str, str]:
     # vLLM's preloading misses this OpenMP if torch brings another; both servers get it.
     preload = [*libraries(), os.environ.get("LD_PRELOAD", "")]
     paths = [str(Path(vllm_triforce.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
-    own = {
+    overrides = {
         # The benchmark's own setting is for engines in its process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
@@ -146,14 +146,14 @@ def environment(variant: Variant) -> dict[str, str]:
         "LD_PRELOAD": ":".join(path for path in preload if path),
     }
     if not variant.is_triforce:
-        own["VLLM_PLUGINS"] = ",".join(_other_plugins())
+        overrides["VLLM_PLUGINS"] = ",".join(_other_plugins())
     return {
         # vLLM pins the workers of both servers to the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # vLLM's default is the client's: a request may then meet a closing connection.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         **os.environ,
-        **own,
+        **overrides,
     }
 
 

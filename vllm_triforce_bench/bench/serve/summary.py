@@ -46,11 +46,11 @@ def _cell(row: dict) -> tuple:
 def _row(pairs: Pairs) -> dict:
     row: dict = {"pairs": len(pairs), "requests": pairs[0][1]["result"]["completed"]}
     for name, figure in METRICS.items():
-        stock, own = ([run["result"][figure] for run in runs] for runs in zip(*pairs))
+        stock, other = ([run["result"][figure] for run in runs] for runs in zip(*pairs))
         # A client without time reads all tokens of a short answer at once.
-        ratios = [b / a for a, b in zip(stock, own) if a and b] or [numpy.nan]
+        ratios = [b / a for a, b in zip(stock, other) if a and b] or [numpy.nan]
         row |= spread(f"{name}_ratio", ratios)
-        row[f"{name}_stock"], row[name] = float(numpy.median(stock)), float(numpy.median(own))
+        row[f"{name}_stock"], row[name] = float(numpy.median(stock)), float(numpy.median(other))
     for name in COUNTS:
         for column, runs in zip((f"{name}_stock", name), zip(*pairs)):
             row[column] = float(numpy.median([run[name] for run in runs]))
