@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks.gpu.engines import decode, make_engine, release
-from tests.calibration import frequency_p_value, processed, transform_p_value
+from tests.asked import sampled_from
+from tests.calibration import frequency_p_value, transform_p_value
 from tests.models import PAIR, PROMPTS, make_llama
 from vllm_triforce.metrics.report import counters_of
 
@@ -182,7 +183,7 @@ def test_samples_follow_the_targets_distribution(models, sizes, backend, more, p
     for prompt, answer in zip(prompts, answers):
         with torch.no_grad():
             logits = target(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        probs.append(processed(logits, **params))
+        probs.append(sampled_from(logits, params))
     tokens = torch.tensor([token for answer in answers for token in answer])
     p_values = [test(torch.cat(probs), tokens) for test in (frequency_p_value, transform_p_value)]
     assert min(p_values) > MIN_P_VALUE and num_drafted > 0
