@@ -137,12 +137,8 @@ class RetrievalLevelV2:
         layers = vllm_config.compilation_config.static_forward_context
         self._scrubbers: list[NanScrubber | None] = []
         for group in groups:
-            layer_names = group.sparse_layer_names + group.dense_layer_names
-            caches = [
-                layers[layer_name].kv_cache
-                for layer_name in layer_names
-                if layer_name not in self._pooled_names
-            ]
+            of_group = {*group.sparse_layer_names, *group.dense_layer_names} - self._pooled_names
+            caches = [layers[layer_name].kv_cache for layer_name in sorted(of_group)]
             scrubber = NanScrubber(caches, group.block_size, context.device) if caches else None
             self._scrubbers.append(scrubber)
         num_seqs = rows.max_rows * self._num_kv_heads

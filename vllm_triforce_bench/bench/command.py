@@ -61,7 +61,7 @@ def _compare(
     folder: Path,
     argv: list[str],
 ) -> int:
-    from vllm_triforce_bench.bench import grid, model_facts, page, prompts, report
+    from vllm_triforce_bench.bench import grid, model_facts, prompts, report
     from vllm_triforce_bench.bench.store import Store
     from vllm_triforce_bench.console import stdout_console
 
@@ -107,18 +107,29 @@ def _compare(
         measurement(*parts).run(todo, num_done)
 
     code = _measure(console, folder, measure)
-    rows = summary.summarize(store.records)
-    if not rows:
+    if not (rows := summary.summarize(store.records)):
         return code
     results = {"environment": report.environment(argv), "settings": asdict(settings)}
     results |= {"left_out": left_out, "rows": rows}
+    different = _report(console, folder, results, view)
+    return code or different
+
+
+def _report(console, folder: Path, results: dict, view) -> int:
+    """Write and print the results; return ``DIFFERENT`` if outputs are.
+
+    Args:
+        view: module of the page.
+    """
+    from vllm_triforce_bench.bench import page, report
+
     shown = view.make_page(results)
     report.write_reports(folder, results, shown)
-    console.print(page.terminal_table(rows, view.line, view.TERMINAL_COLUMNS))
+    console.print(page.terminal_table(results["rows"], view.line, view.TERMINAL_COLUMNS))
     console.print(f"the page: {folder / 'report.html'}", highlight=False)
     for text in shown.alarms:
         console.print(f"[bold red]{text}")
-    return code or (DIFFERENT if shown.alarms else 0)
+    return DIFFERENT if shown.alarms else 0
 
 
 def _measure(console, folder: Path, measure: Callable) -> int:
