@@ -185,11 +185,15 @@ def _column(values: Iterable) -> np.ndarray:
 def _verify_seconds(
     model: CostModel, candidates: Sequence[Candidate], lengths: np.ndarray, costs: SharedCosts
 ) -> np.ndarray:
-    """Return the seconds that verifying proposals adds to the full pass, as ``lengths``."""
+    """Return the seconds that verifying proposals of ``lengths`` adds to a full pass.
+
+    Returns:
+        [num_reqs, num_lengths]
+    """
     num_tokens = 1 + int(lengths.max(initial=0))
     attention = model.attention_table([c.context for c in candidates], num_tokens)
     token_s = costs.token_s + _column(model.draft_seconds(c.is_greedy) for c in candidates)
-    # A proposal of n tokens makes the request's own token of a plain step one of n + 1.
+    # With a proposal of n tokens the pass has n + 1 of the request; a plain step has the first.
     further_s = np.take_along_axis(attention, lengths + 1, axis=1) - attention[:, 1:2]
     return token_s * lengths + costs.attention_scale * further_s
 

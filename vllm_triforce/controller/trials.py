@@ -202,7 +202,7 @@ def _other_routes(options: Options, columns: np.ndarray) -> np.ndarray:
 def _present(
     options: Options, row: int, column: int, share_s: float, step_share_s: float
 ) -> tuple[float, float]:
-    """Return a request's tokens a second as planned, and the seconds that it loses without that.
+    """Return a request's planned tokens a second, and the seconds that it loses without its plan.
 
     Args:
         column: planned option, -1 for none.
@@ -216,7 +216,7 @@ def _present(
 
 
 def _seconds_alone(options: Options, row: int, column: int, costs: StepCosts) -> float:
-    """Return the seconds of a request's first proposal, if no other shares its passes."""
+    """Return the seconds of a request's first proposal whose passes no other request shares."""
     alone = np.full(len(options.tokens), -1)
     alone[row] = column
     return options.first_seconds(row, column) + float(unshared_seconds(options, alone, costs))
