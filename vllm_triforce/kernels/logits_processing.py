@@ -132,8 +132,8 @@ def _penalties_kernel(
     first_place,
     vocab_size,
 ):
-    # vLLM counts the tokens of the output. Those of the proposal, and of the drafts before the place,
-    # are added here.
+    # vLLM counts the tokens of the output. Those of the proposal, and of the drafts before the
+    # place, are added here.
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if row >= tl.load(table_ptr + col.NUM_ROWS):
         return
