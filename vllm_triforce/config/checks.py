@@ -1,8 +1,8 @@
 """Checks of the target and the engine's settings before any weights load."""
 
-from vllm_triforce.config.check_draft import has_alibi, has_sinks
 from vllm_triforce.config.check_offload import check_offload
 from vllm_triforce.config.draft_sources import SOURCES_V2
+from vllm_triforce.config.level2_support import has_recurrent_layers
 from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
 from vllm_triforce.config.triforce_config import ResolvedConfig, TriForceConfig
 from vllm_triforce.selection import POLICIES
@@ -56,7 +56,10 @@ _ONE_RANK_REASONS = {
 
 
 def check_target(model_config, parallel_config) -> None:
-    """Refuse targets whose attention TriForce cannot make sparse."""
+    """Refuse targets that TriForce cannot speculate for.
+
+    ``level2_support.py`` knows those for which only level 2 steps aside.
+    """
     for name, reason in _ONE_RANK_REASONS.items():
         if (size := getattr(parallel_config, name)) > 1:
             raise ValueError(
@@ -74,15 +77,16 @@ def check_target(model_config, parallel_config) -> None:
             f"{target} is an encoder-decoder model, which TriForce does not support. Use a "
             "decoder-only model or another method."
         )
-    if model_config.is_attention_free or model_config.is_hybrid or model_config.has_inner_state:
+    if is_cpu() and (has_recurrent_layers(model_config) or model_config.use_mla):
         raise ValueError(
-            f"{target} has state-space or linear-attention layers: they keep no KV cache to "
-            "retrieve from. Use a model with attention only, or another method."
+            f"{target} is not supported on the CPU: vLLM's CPU build computes wrong tokens there "
+            "after a step with drafts, with linear-attention and state-space layers and with MLA. "
+            "Use a GPU, or decode without speculation."
         )
-    if has_alibi(model_config):
+    if model_config.is_attention_free:
         raise ValueError(
-            f"{target} has ALiBi in every layer: such layers stay dense, and level 2 has none to "
-            "retrieve from. Use a model with rotary positions, or another method."
+            f"{target} has no attention layer, which TriForce was not tried with. Use a model with "
+            "attention in some layers, or another method."
         )
     if model_config.enable_prompt_embeds:
         raise ValueError(
@@ -94,23 +98,19 @@ def check_target(model_config, parallel_config) -> None:
             f"{target} takes images, audio or video, which vLLM feeds as embeddings, and level 2 "
             "feeds token ids only. Use --language-model-only for text alone, or another method."
         )
-    if model_config.use_mla:
-        raise ValueError(
-            f"{target} uses multi-head latent attention (MLA): its cache holds no keys per head "
-            "to select by. Use a model with MHA or GQA, or another method."
-        )
 
 
 def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
     """Refuse engine settings under which level 2's passes would be wrong or could hang."""
     _check_runner(vllm_config, config)
-    _check_target(vllm_config)
+    _check_positions(vllm_config)
     _check_features(vllm_config)
     if config.kv_offload_gib is not None:
         check_offload(vllm_config, config)
     if vllm_config.lora_config is not None:
         _check_lora_slots(vllm_config.scheduler_config, config)
-    _check_kv_cache_dtype(vllm_config.cache_config)
+    if config.uses_level2:
+        _check_kv_cache_dtype(vllm_config.cache_config)
 
 
 def _check_runner(vllm_config, config: ResolvedConfig) -> None:
@@ -132,25 +132,12 @@ def _check_runner(vllm_config, config: ResolvedConfig) -> None:
         _check_logits_processors(vllm_config.model_config)
 
 
-def _check_target(vllm_config) -> None:
-    """Check that level 2 supports the target's attention and positions."""
-    target = f"target {vllm_config.model_config.model!r}"
-    # vLLM sets it only if every layer has a window.
-    if (window := vllm_config.cache_config.sliding_window) is not None:
-        raise ValueError(
-            f"{target} has a sliding window of {window} tokens in every layer: there is nothing "
-            "beyond it to retrieve. Use a model with full attention in some layers, or another "
-            "method."
-        )
-    if not is_cpu() and has_sinks(vllm_config.model_config):
-        raise ValueError(
-            f"{target} has attention sinks in every layer, which level 2 does not support on a "
-            "GPU yet. Use another method."
-        )
+def _check_positions(vllm_config) -> None:
+    """Refuse targets with positions that level 2 does not compute."""
     if vllm_config.model_config.uses_mrope:
         raise ValueError(
-            f"{target} uses M-RoPE, whose positions level 2 does not compute yet. Use a text model "
-            "or another method."
+            f"target {vllm_config.model_config.model!r} uses M-RoPE, whose positions level 2 does "
+            "not compute yet. Use a text model or another method."
         )
 
 

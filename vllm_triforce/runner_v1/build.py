@@ -17,7 +17,7 @@ from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.levels import Level1
 from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.retrieval import RetrievalLevel
+from vllm_triforce.runner_v1.retrieval import NoLevel2, RetrievalLevel
 from vllm_triforce.runner_v1.sources.source import SourceParts
 from vllm_triforce.runner_v1.speculator import SpeculatorV1
 from vllm_triforce.selection import POLICIES
@@ -45,6 +45,37 @@ class SpeculatorPartsV1:
     ) -> None:
         vllm_config, config, device = parts.vllm_config, parts.config, parts.device
         self.counters = LevelCounters()
+        self.recorder = QueryRecorder(0, config.num_speculative_tokens + 1, sys.maxsize)
+        level2: RetrievalLevel | NoLevel2 = NoLevel2()
+        if config.uses_level2:
+            level2 = self._level2(
+                parts, level2_model, target_layers, kv_cache_config, attn_groups, block_sizes
+            )
+        sources = [SOURCES[name].build(parts) for name in config.sources]
+        controller = Controller(config, [source.traits() for source in sources])
+        self.speculator = SpeculatorV1(
+            Level1(sources, controller, vllm_config.model_config.get_vocab_size()),
+            level2,
+            controller,
+            InnerNoise(
+                vllm_config.model_config.seed,
+                device,
+                replica=vllm_config.parallel_config.data_parallel_index,
+            ),
+            self.counters,
+        )
+
+    def _level2(
+        self,
+        parts: SourceParts,
+        level2_model: Level2Model,
+        target_layers: dict,
+        kv_cache_config,
+        attn_groups,
+        block_sizes: list[int],
+    ) -> RetrievalLevel:
+        """Build level 2 over the target's KV cache, and the recorder of its queries."""
+        vllm_config, config, device = parts.vllm_config, parts.config, parts.device
         retrieval_attention = ragged_attention()
         groups, sparse_layers, sparse_builder = group_layers(
             kv_cache_config,
@@ -76,19 +107,7 @@ class SpeculatorPartsV1:
             refresh_interval=config.refresh_interval,
             head_strides=attention.head_strides(),
         )
-        sources = [SOURCES[name].build(parts) for name in config.sources]
-        controller = Controller(config, [source.traits() for source in sources])
-        self.speculator = SpeculatorV1(
-            Level1(sources, controller, vllm_config.model_config.get_vocab_size()),
-            RetrievalLevel(level2_model, groups, attention, cache, device),
-            controller,
-            InnerNoise(
-                vllm_config.model_config.seed,
-                device,
-                replica=vllm_config.parallel_config.data_parallel_index,
-            ),
-            self.counters,
-        )
+        return RetrievalLevel(level2_model, groups, attention, cache, device)
 
 
 def ragged_attention() -> type[RaggedRetrievalAttention]:

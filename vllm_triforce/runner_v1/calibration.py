@@ -19,6 +19,7 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.core.model_pass import PassInput, run_model
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
+from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sampling import SamplingRows, token_distribution
 from vllm_triforce.runner_v1.sources.source import DraftSource
 from vllm_triforce.runner_v1.speculator import SpeculatorV1
@@ -81,6 +82,8 @@ class Calibration:
         before_full_pass: Callable[[list[str], list[int]], None] | None = None,
     ) -> None:
         self._speculator = speculator
+        level2 = speculator.level2
+        self._retrieval = level2 if isinstance(level2, RetrievalLevel) else None
         self._before_full_pass = before_full_pass
         self._target = target
         self._vllm_config = vllm_config
@@ -106,23 +109,8 @@ class Calibration:
         seconds = self._all_timed(runs, repeats)
         # More rows never take less time. Through noise, the cost model would extrapolate to 0.
         rising = np.maximum.accumulate([seconds[n, 1, _NO_CONTEXT] for n in rows]).tolist()
-        max_tokens = self._length + 1  # limit of the tables of ``_batch()``
-        level2_tokens = sorted({min(q, max_tokens) for q in (1, 3, 8, max_tokens)})
-        # Once more than the others: if it seems too slow, nothing is proposed, and so nothing
-        # corrects it soon.
-        level2 = {q: self._level2(1, q, repeats + 1) for q in level2_tokens}
-        # Nor do more tokens take less.
-        least_s = np.minimum.accumulate([level2[q] for q in reversed(level2_tokens)])
-        level2 = dict(zip(level2_tokens, least_s[::-1].tolist()))
         draft = draft_per_row = draft_per_token = 0.0
-        context = float(self._context)
-        level2_by_batch = [(1.0, [(context, level2[level2_tokens[0]])])]
         num_rows = min(4, self._max_reqs)
-        if num_rows > 1:
-            num_tokens = min(3, max_tokens)
-            added_s = self._level2(num_rows, num_tokens, repeats) - level2[num_tokens]
-            one_s = level2[level2_tokens[0]]
-            level2_by_batch.append((float(num_rows), [(context, one_s + max(0.0, added_s))]))
         if (model := self._speculator.level1.model) is not None:
             draft = self._draft(model, 1, repeats)
             draft_per_token = self._window(model, repeats, draft)
@@ -132,14 +120,37 @@ class Calibration:
         return Measurements(
             list(zip(rows, rising)),
             [(q, [(c, seconds[1, q, c]) for c in contexts]) for q in tokens],
-            list(level2.items()),
-            level2_by_batch,
+            *self._level2_passes(num_rows, repeats),
             draft,
             draft_per_row,
             draft_per_token,
             self._first_selection(repeats),
             self._sampling(32, repeats),
         )
+
+    def _level2_passes(
+        self, num_rows: int, repeats: int
+    ) -> tuple[list[tuple[float, float]], list[tuple[float, list[tuple[float, float]]]]]:
+        """Return ``Measurements``' ``level2_by_tokens`` and ``level2_by_batch``, for 1 and
+        ``num_rows`` requests; 0 seconds where level 2 takes no part."""
+        context = float(self._context)
+        if self._retrieval is None:
+            return [(1.0, 0.0)], [(1.0, [(context, 0.0)])]
+        max_tokens = self._length + 1  # limit of the tables of ``_batch()``
+        tokens = sorted({min(q, max_tokens) for q in (1, 3, 8, max_tokens)})
+        # Once more than the others: if it seems too slow, nothing is proposed, and so nothing
+        # corrects it soon.
+        seconds = {q: self._level2(1, q, repeats + 1) for q in tokens}
+        # Nor do more tokens take less.
+        least_s = np.minimum.accumulate([seconds[q] for q in reversed(tokens)])
+        seconds = dict(zip(tokens, least_s[::-1].tolist()))
+        one_s = seconds[tokens[0]]
+        by_batch = [(1.0, [(context, one_s)])]
+        if num_rows > 1:
+            num_tokens = min(3, max_tokens)
+            added_s = self._level2(num_rows, num_tokens, repeats) - seconds[num_tokens]
+            by_batch.append((float(num_rows), [(context, one_s + max(0.0, added_s))]))
+        return list(seconds.items()), by_batch
 
     def _longest_pass(self) -> tuple[int, float]:
         """Choose the longest context of full passes, from passes of most tokens at two others.
@@ -234,7 +245,8 @@ class Calibration:
         One of ``TOKENS_PER_SELECTION`` passes selects, as where each pass adds one token.
         """
         batch, proposal = self._batch(num_rows, self._context)
-        level2, rows = self._speculator.level2, list(range(num_rows))
+        level2, rows = self._retrieval, list(range(num_rows))
+        assert level2 is not None
         level2.begin(batch)
         drafts = [[0] * (num_tokens - 1)] * num_rows
 
@@ -252,8 +264,10 @@ class Calibration:
     def _first_selection(self, repeats: int) -> float:
         """Measure a request's first selection, in seconds per token of context."""
         context = self._context
+        if (level2 := self._retrieval) is None:
+            return 0.0
         batch, _ = self._batch(1, context)
-        level2, (request_id,) = self._speculator.level2, batch.request_ids
+        (request_id,) = batch.request_ids
 
         def begin():
             level2.release(request_id)
@@ -315,8 +329,6 @@ class Calibration:
 
     def _batch(self, num_rows: int, context: int) -> tuple[DraftBatch, Proposal]:
         """Make a batch of dummy requests."""
-        shape = self._speculator.level2.attention.query_shape
-        dtype = self._vllm_config.model_config.dtype
         tables = [
             self._tables(num_rows, context + self._length + 1, block_size)
             for block_size in self._block_sizes
@@ -328,10 +340,17 @@ class Calibration:
             # The tables must reach as far as the longest pass that is measured.
             max_num_tokens=[self._length + 1] * num_rows,
             block_tables=tables,
-            queries=[lambda: torch.zeros(shape, dtype=dtype, device=self._device)] * num_rows,
+            queries=[self._query] * num_rows,
             sampling=SamplingRows(torch.zeros(num_rows, device=self._device)),
         )
         return batch, Proposal.empty(num_rows)
+
+    def _query(self) -> torch.Tensor:
+        """Make a request's queries, [layers, heads, head_dim], for level 2's selection."""
+        assert self._retrieval is not None
+        shape = self._retrieval.attention.query_shape
+        dtype = self._vllm_config.model_config.dtype
+        return torch.zeros(shape, dtype=dtype, device=self._device)
 
 
 def broadcast_from_first_rank(value):

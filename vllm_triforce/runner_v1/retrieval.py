@@ -146,9 +146,32 @@ class RetrievalLevel:
                 kv_cache = layers[layer_name].kv_cache
                 kv_cache[ids] = kv_cache[ids].nan_to_num_(0.0, 0.0, 0.0)
 
+    @property
+    def num_requests(self) -> int:
+        """Number of requests with a selection."""
+        return len(self.cache)
+
     def release(self, request_id: str) -> None:
         """Forget a request that has left the engine."""
         self.cache.release(request_id)
+
+
+class NoLevel2:
+    """Takes level 2's place where drafts go straight to the full pass; keeps nothing."""
+
+    before_pass: Callable[[list[str], list[int]], None] | None = None
+    after_pass: Callable[..., None] | None = None
+    num_requests = 0
+
+    def invalidate_summaries(self, block_ids: tuple[list[int], ...]) -> None:
+        """Do nothing: there are no summaries."""
+
+    def has_selection(self, request_id: str) -> bool:
+        """Return True: no request waits for a first selection."""
+        return True
+
+    def release(self, request_id: str) -> None:
+        """Do nothing: nothing is kept."""
 
 
 def _padded(tables: list[np.ndarray], device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.levels import Level1, LevelsV1, Matches, RoutedDraft
 from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.retrieval import RetrievalLevel
+from vllm_triforce.runner_v1.retrieval import NoLevel2, RetrievalLevel
 from vllm_triforce.runner_v1.sources.source import Draft
 from vllm_triforce.runner_v1.verification import Verified
 
@@ -31,7 +31,7 @@ class SpeculatorV1:
     def __init__(
         self,
         level1: Level1,
-        level2: RetrievalLevel,
+        level2: RetrievalLevel | NoLevel2,
         controller: Controller,
         noise: InnerNoise,
         counters: LevelCounters,
@@ -86,6 +86,7 @@ class SpeculatorV1:
     ) -> None:
         """Propose ``lengths[i]`` tokens for ``rows[i]`` by levels 1 and 2."""
         start = time.perf_counter()
+        assert isinstance(self.level2, RetrievalLevel)
         part = batch.take(rows, lengths)
         levels = LevelsV1(part, self.level1, self.level2, self.noise, self.disabled_requests)
         observer = ObserverV1(part, self.level2, self.controller, self.counters, start)
@@ -159,7 +160,7 @@ class SpeculatorV1:
         """Count the requests with state, by the part that keeps it."""
         return {
             "level 1": self.level1.num_requests,
-            "level 2": len(self.level2.cache),
+            "level 2": self.level2.num_requests,
             "controller": self.controller.num_requests,
             "disabled": len(self.disabled_requests),
         }

@@ -83,7 +83,7 @@ class BaseAdapterV2(RunnerAdapter, StandaloneARSpeculator):
                 tables.num_blocks.np[:, states[request_id]] = num_blocks
 
     def init_cudagraph_manager(self, cudagraph_mode) -> None:
-        choose_decode_graphs(self._runner, self.target_layers)
+        choose_decode_graphs(self._runner)
 
     def propose_nothing(self, num_reqs: int) -> torch.Tensor:
         """Return padding, [num_reqs, num_speculative_tokens], int64, and report no proposals."""

@@ -10,7 +10,7 @@ from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.core.head import fusion_of, num_states
-from vllm_triforce.core.kv_groups import KVGroup, check_kernel_blocks, group_layers
+from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
@@ -65,16 +65,6 @@ class SpeculatorPartsV2:
         offload: "OffloadedCache | None" = None,
     ) -> None:
         device, model_config = runner.device, vllm_config.model_config
-        block_sizes = runner.block_tables.block_sizes
-        check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
-        groups, layers, builder = group_layers(
-            kv_cache_config,
-            runner.attn_groups,
-            block_sizes,
-            target_layers,
-            platform_for(current_platform).retrieval(),
-            config,
-        )
         self.num_slots = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
         limits = RowLimits(
@@ -86,7 +76,6 @@ class SpeculatorPartsV2:
         )
         num_tokens = config.num_speculative_tokens
         self.rows = Rows(self.num_slots, num_tokens, config.gamma, vocab_size, limits, device)
-        self.recorder = _query_recorder(config, runner, layers, model_config.dtype)
         self.tables = [
             torch.zeros_like(table.gpu[: self.num_slots])
             for table in runner.block_tables.block_tables
@@ -105,11 +94,15 @@ class SpeculatorPartsV2:
             device,
         )
         self.hidden_states = self._hidden_states(draft) if config.has_head else None
-        level2 = self._level2(level2_model, groups, layers, builder, offload)
+        self.recorder = _query_recorder(config, runner, [], model_config.dtype)
+        level2 = None
+        # Layers in host memory are staged by level 2's attention, whether or not it proposes.
+        if config.uses_level2 or offload is not None:
+            level2 = self._level2(level2_model, target_layers, runner, kv_cache_config, offload)
         self.speculator = self._speculator(level2, draft, runner, vocab_size)
 
     def _speculator(
-        self, level2: RetrievalLevelV2, draft: LoadedModel, runner, vocab_size: int
+        self, level2: RetrievalLevelV2 | None, draft: LoadedModel, runner, vocab_size: int
     ) -> SpeculatorV2:
         """Build the sources of drafts, and allocate the distributions that level 3 reads."""
         config, scheduler_config = self.context.config, self.context.vllm_config.scheduler_config
@@ -146,17 +139,25 @@ class SpeculatorPartsV2:
     def _level2(
         self,
         level2_model: Level2Model,
-        groups: list[KVGroup],
-        layers: list,
-        builder: Any,
+        target_layers: dict,
+        runner,
+        kv_cache_config,
         offload: "OffloadedCache | None",
     ) -> RetrievalLevelV2:
-        """Build level 2 over the target's KV cache.
-
-        Args:
-            layers: attention layers that retrieve; ``builder`` builds their metadata.
-        """
+        """Build level 2 over the target's KV cache, and the recorder of its queries."""
         context, config = self.context, self.context.config
+        block_sizes = runner.block_tables.block_sizes
+        check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
+        groups, layers, builder = group_layers(
+            kv_cache_config,
+            runner.attn_groups,
+            block_sizes,
+            target_layers,
+            platform_for(current_platform).retrieval(),
+            config,
+        )
+        dtype = context.vllm_config.model_config.dtype
+        self.recorder = _query_recorder(config, runner, layers, dtype)
         sums = context.counters.sums
         pools, host_layers = {}, {}
         if offload is not None:
@@ -206,13 +207,13 @@ class SpeculatorPartsV2:
 def _query_recorder(
     config: ResolvedConfig, runner, layers: list, dtype: torch.dtype
 ) -> StaticQueryRecorder:
-    """Make the recorder of the full pass's queries."""
+    """Make the recorder of the full pass's queries in ``layers``, which retrieve."""
     recorder = StaticQueryRecorder(
         len(layers),
         runner.input_buffers.query_start_loc,
         config.max_batch if config.keeps_selections else 0,
-        layers[0].num_heads,
-        layers[0].head_size,
+        layers[0].num_heads if layers else 0,
+        layers[0].head_size if layers else 0,
         config.num_speculative_tokens + 1,
         config.min_context,
         dtype,

@@ -191,13 +191,15 @@ class CalibrationV2:
     def _measure_level2(
         self, contexts: list[int], draft: float, draft_per_row: float
     ) -> list[tuple[float, list[tuple[float, float]]]]:
-        """Measure passes of level 2; returns ``Measurements.level2_by_batch``.
+        """Measure passes of level 2; returns ``Measurements.level2_by_batch``, 0 without level 2.
 
         Level 2 reads a share of each context, and looks through all of it when it selects.
 
         Args:
             draft, draft_per_row: ``_measure_draft()``, which is part of each round.
         """
+        if not self.config.uses_level2:
+            return [(1.0, [(float(self._context), 0.0)])]
         sizes = sorted({min(n, self.batches.max_rows) for n in _LEVEL2_SIZES})
         contexts = [c for c in contexts if c >= _LEVEL2_CONTEXT] or contexts[-1:]
         if self._is_interpreted:
@@ -217,7 +219,8 @@ class CalibrationV2:
         ]
 
     def _routes(self) -> list[str]:
-        return [HIERARCHICAL, *self.config.sources]
+        levels = [HIERARCHICAL] if self.config.uses_level2 else []
+        return [*levels, *self.config.sources]
 
     def _measure_full_pass(self, num_reqs: int, num_tokens: int, context: int) -> float:
         """Measure a full pass; ``num_tokens`` a request are 1 or ``num_speculative_tokens + 1``."""
@@ -266,6 +269,8 @@ class CalibrationV2:
 
     def _measure_first_selection(self) -> float:
         """Measure a new request's selection, per token of context."""
+        if not self.config.uses_level2:
+            return 0.0
         long_len = self.max_context
         short_len = min(self.config.min_retrieval_budget, long_len // 2)
         short_s, long_s = (

@@ -5,8 +5,6 @@ verifies ``num_speculative_tokens`` drafts. With TriForce, requests also decode 
 and proposals differ in length. Both need graphs, or a step takes longer than stock vLLM's.
 """
 
-from collections.abc import Iterable
-
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.math_utils import next_power_of_2, round_up
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
@@ -126,7 +124,7 @@ def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
     return len(added)
 
 
-def choose_decode_graphs(runner, target_layers: Iterable[str]) -> None:
+def choose_decode_graphs(runner) -> None:
     """Change which graphs the runner's new manager captures.
 
     vLLM creates a manager twice, the first time to measure the memory of its graphs. Call this
@@ -136,10 +134,9 @@ def choose_decode_graphs(runner, target_layers: Iterable[str]) -> None:
     if manager is None or not _captures_decode_passes(manager):
         return
     unsupported = get_varlen_cudagraph_unsupported_backend(
-        runner.attn_groups,
+        runner.attn_groups,  # of the target; the draft's layers are in none
         runner.vllm_config,
         manager.decode_query_len,
-        checked_layer_names=set(target_layers),
     )
     if unsupported is None:
         serve_any_mix(manager)

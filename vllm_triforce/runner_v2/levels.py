@@ -30,12 +30,13 @@ class LevelParts:
 
     Args:
         level1: source that drafts for level 2; None where level 2 proposes by itself.
+        level2: None where drafts go straight to the full pass.
         draft_logits: distributions that vLLM's rejection sampler reads.
     """
 
     context: ProposalContext
     level1: DraftSourceV2 | None
-    level2: RetrievalLevelV2
+    level2: RetrievalLevelV2 | None
     slots: Slots
     draft_logits: DraftLogits
 
@@ -93,7 +94,8 @@ class LevelsV2:
     """
 
     def __init__(self, parts: LevelParts, batch: BatchV2) -> None:
-        self._parts = parts
+        assert parts.level2 is not None, "drafts go straight to the full pass"
+        self._parts, self._level2 = parts, parts.level2
         self._batch = batch
         self._rounds_left = int(batch.max_num_rounds.max())
         self._is_first = True
@@ -101,11 +103,11 @@ class LevelsV2:
     def begin(self) -> None:
         parts, batch = self._parts, self._batch
         slots = take_slots(parts.slots, parts.context.rows, batch.request_ids)
-        refreshes = parts.level2.selections.schedule_refresh(slots, batch.max_computed_tokens)
+        refreshes = self._level2.selections.schedule_refresh(slots, batch.max_computed_tokens)
         if parts.level1 is not None:
             parts.level1.begin(batch, slots)
         init_rows(parts, batch, slots, refreshes)
-        parts.level2.begin(batch, slots, refreshes)
+        self._level2.begin(batch, slots, refreshes)
 
     def unfinished(self) -> Rows | None:
         if not self._rounds_left:
@@ -124,7 +126,7 @@ class LevelsV2:
         return None if self._batch.sampling.all_greedy else level1.distributions
 
     def forward(self, rows: Rows, drafted: Distributions | None) -> LevelLogits:
-        return self._parts.level2.forward(self._batch.sampling)
+        return self._level2.forward(self._batch.sampling)
 
     def verify(self, rows: Rows, drafted: Distributions | None, logits: LevelLogits) -> None:
         parts = self._parts
@@ -136,4 +138,4 @@ class LevelsV2:
     def end(self) -> None:
         if self._parts.level1 is not None:
             self._parts.level1.end(self._batch, self._parts.context.rows)
-        self._parts.level2.scrub(self._batch)
+        self._level2.scrub(self._batch)

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm_triforce.config import TriForceConfig, check_draft, check_head, checks
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.level2_model import check_level2_model
+from vllm_triforce.config.level2_support import fit_levels, limit_states, why_no_level2
 from vllm_triforce.config.refusal import refusing
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.vllm_patches.cli_args import (
@@ -62,8 +63,13 @@ _SCHEDULER_V2 = "vllm_triforce.scheduler.v2.TriForceSchedulerV2"
 _ASYNC_SCHEDULER_V2 = "vllm_triforce.scheduler.v2.TriForceAsyncSchedulerV2"
 
 
-def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
-    """Split ``speculative_config`` into TriForce's keys, validated, and those for vLLM."""
+def _split(engine_args, target_model_config=None) -> tuple[TriForceConfig, dict[str, Any]]:
+    """Split ``speculative_config`` into TriForce's keys, validated, and those for vLLM.
+
+    Args:
+        target_model_config: vLLM's, to leave level 2 out where it takes no part; None before
+            vLLM has it.
+    """
     given = engine_args.speculative_config
     keys = {key.replace("-", "_"): value for key, value in given.items()}
     keys.pop("method")
@@ -83,6 +89,8 @@ def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
         draft[_REJECTION_KEY] = keys.pop(_REJECTION_KEY)
         checks.check_rejection_sample_method(draft[_REJECTION_KEY], has_fixed_shapes)
     config = TriForceConfig.from_speculative_config(keys)
+    if target_model_config is not None:
+        config = fit_levels(config, target_model_config, checks.is_cpu())
     # On Model Runner V2 the controller runs in our scheduler.
     can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
     max_num_seqs = engine_args.max_num_seqs
@@ -94,6 +102,8 @@ def _split(engine_args) -> tuple[TriForceConfig, dict[str, Any]]:
         max_tokens = max(1, _max_tokens_with_lora(engine_args))
         length = min(filled.num_speculative_tokens or max_tokens, max_tokens)
         filled = replace(filled, num_speculative_tokens=length)
+    if target_model_config is not None and config.num_speculative_tokens is None:
+        filled = limit_states(filled, target_model_config)
     return filled, draft
 
 
@@ -136,19 +146,19 @@ def _wrap_create_engine_config(original):
         with name_flags_in_refusals(self):
             try:
                 with refusing():
-                    config = _prepare_args(self)
+                    _prepare_args(self)
                 vllm_config = original(self, *args, **kwargs)
             finally:
                 for name, value in saved.items():
                     setattr(self, name, value)
             with refusing():
-                return _finish_config(vllm_config, config)
+                return _finish_config(vllm_config)
 
     return create_engine_config
 
 
-def _prepare_args(engine_args) -> TriForceConfig:
-    """Run the checks that need no vLLM config, and put our keys into ``additional_config``."""
+def _prepare_args(engine_args) -> None:
+    """Run the checks that need no vLLM config, and keep our keys."""
     checks.check_vllm_version()
     install_in_engine()
     engine_args.speculative_config = merge_flags(engine_args)
@@ -160,11 +170,15 @@ def _prepare_args(engine_args) -> TriForceConfig:
         _read_draft_config(draft, engine_args.trust_remote_code)
     if checks.is_cpu() and engine_args.block_size is None:
         engine_args.block_size = _CPU_BLOCK_SIZE
+    _keep(engine_args, config, draft)
+
+
+def _keep(engine_args, config: TriForceConfig, draft: dict[str, Any]) -> None:
+    """Put our keys into ``additional_config``, which vLLM passes on to its config."""
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
         METHOD: {**config.to_dict(), "draft_model": draft.get("model")},
     }
-    return config
 
 
 @patch(
@@ -230,10 +244,13 @@ def _check_not_replaced(engine_args) -> None:
 def _set_stock_config(engine_args, target_model_config, target_parallel_config) -> None:
     """Check target and draft, and replace our keys by those of a stock ``SpeculativeConfig``."""
     checks.check_target(target_model_config, target_parallel_config)
-    config, draft = _split(engine_args)
+    config, draft = _split(engine_args, target_model_config)
     if kept := (engine_args.additional_config or {}).get(METHOD):
-        # Use the defaults that were filled in before vLLM filled in its own.
-        config = TriForceConfig.from_dict({k: v for k, v in kept.items() if k != "draft_model"})
+        if why_no_level2(target_model_config, checks.is_cpu()) is None:
+            # Use the defaults that were filled in before vLLM filled in its own.
+            config = _read_kept(kept)
+        else:
+            _keep(engine_args, config, draft)
     method = "draft_model"
     if draft.get("model"):
         hf_config = _read_draft_config(draft, engine_args.trust_remote_code)
@@ -256,8 +273,14 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     }
 
 
-def _finish_config(vllm_config, config: TriForceConfig):
+def _read_kept(kept: dict[str, Any]) -> TriForceConfig:
+    """Read what ``_keep`` has kept."""
+    return TriForceConfig.from_dict({k: v for k, v in kept.items() if k != "draft_model"})
+
+
+def _finish_config(vllm_config):
     """Resolve our keys, check them against the engine's, and set worker and scheduler classes."""
+    config = _read_kept(vllm_config.additional_config[METHOD])
     block_size = vllm_config.cache_config.block_size
     resolved = config.resolve(block_size)
     given = config.retrieval_budget
@@ -295,6 +318,8 @@ def _finish_config(vllm_config, config: TriForceConfig):
             resolved.selection,
             "takes no part" if drafts_alone else f"drafts from {', '.join(resolved.sources)}",
         )
+    elif not resolved.is_plain:
+        logger.info("TriForce drafts from %s for the full pass.", ", ".join(resolved.sources))
     return vllm_config
 
 

@@ -22,29 +22,17 @@ def buffer_bytes(
     Args:
         layers, draft_layers: attention layers of the target and of the draft, by name.
     """
-    first = next(iter(layers.values()))
-    num_layers, num_kv_heads, head_dim = len(layers), first.num_kv_heads, first.head_size
     scheduler = vllm_config.scheduler_config
     seqs = min(scheduler.max_num_seqs, config.max_speculating_seqs)
-    itemsize, cache_itemsize = _itemsizes(vllm_config)
+    _, cache_itemsize = _itemsizes(vllm_config)
     vocab_size = vllm_config.model_config.get_vocab_size()
     logits_bytes = seqs * vocab_size * vllm_config.model_config.head_dtype.itemsize
-    query_reqs = min(scheduler.max_num_seqs, config.max_batch)
     window_blocks = -(-config.window_tokens // config.block_size)
     window_bytes_per_number = 2 * seqs * window_blocks * config.block_size * cache_itemsize
     window_numbers = sum(layer.num_kv_heads * layer.head_size for layer in draft_layers.values())
-    selected = config.max_selected_blocks
-    num_heads, pass_numbers = first.num_heads, 0
-    if not config.keeps_selections:
-        selected = query_reqs = 0
-    if config.selects_in_pass:
-        max_blocks = -(-vllm_config.model_config.max_model_len // config.block_size)
-        pass_numbers = num_vote_numbers(max_blocks, num_heads, num_kv_heads)
     bytes_by_purpose = {
         "proposals' distributions": logits_bytes * config.num_speculative_tokens,
-        "selections": 4 * seqs * num_layers * num_kv_heads * (selected + config.table_width),
-        "votes": 4 * seqs * pass_numbers,
-        "queries": query_reqs * num_layers * num_heads * head_dim * itemsize,
+        **_selection_bytes(layers, config, vllm_config),
         "the draft's windows": window_bytes_per_number * window_numbers,
         "the draft's distributions": logits_bytes * config.gamma if draft_layers else 0,
         "the head's states": seqs * _state_bytes(config, vllm_config) if config.has_head else 0,
@@ -52,6 +40,28 @@ def buffer_bytes(
     if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         bytes_by_purpose["graphs' logits"] = _logits(config, vllm_config, min(seqs, MAX_ROWS))
     return bytes_by_purpose
+
+
+def _selection_bytes(layers: dict, config: ResolvedConfig, vllm_config) -> dict[str, int]:
+    """Return the bytes of what level 2 selects by and keeps selected, by purpose."""
+    if not config.uses_level2:
+        return {}
+    first = next(iter(layers.values()))
+    num_layers, num_kv_heads, num_heads = len(layers), first.num_kv_heads, first.num_heads
+    max_seqs = vllm_config.scheduler_config.max_num_seqs
+    seqs = min(max_seqs, config.max_speculating_seqs)
+    selected = query_reqs = pass_numbers = 0
+    if config.keeps_selections:
+        selected, query_reqs = config.max_selected_blocks, min(max_seqs, config.max_batch)
+    if config.selects_in_pass:
+        max_blocks = -(-vllm_config.model_config.max_model_len // config.block_size)
+        pass_numbers = num_vote_numbers(max_blocks, num_heads, num_kv_heads)
+    query_bytes = num_layers * num_heads * first.head_size * _itemsizes(vllm_config)[0]
+    return {
+        "selections": 4 * seqs * num_layers * num_kv_heads * (selected + config.table_width),
+        "votes": 4 * seqs * pass_numbers,
+        "queries": query_reqs * query_bytes,
+    }
 
 
 def _state_bytes(config: ResolvedConfig, vllm_config) -> int:
@@ -85,9 +95,11 @@ def summary_bytes_per_kv_byte(layers: dict, config: ResolvedConfig, vllm_config)
     Each kind of summary has one vector per block, layer and KV head, where the KV cache has
     ``2 * block_size`` vectors.
     """
+    kinds = len(POLICIES[config.policy].summaries)
+    if not kinds:
+        return 0.0
     itemsize, cache_itemsize = _itemsizes(vllm_config)
     dim = next(iter(layers.values())).head_size
-    kinds = len(POLICIES[config.policy].summaries)
     # Runner V1 stores summaries in the model's dtype, V2 in one byte per number. On V1 a request
     # that selects in passes has a copy of its context's summaries.
     summary = dim + SCALE_BYTES
