@@ -318,6 +318,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma2": ("gemma2", {**_WINDOWS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", {**_WINDOWS, "query_pre_attn_scalar": 32}),
+    "bloom": ("bloom", {"tie_word_embeddings": True}),
     "gpt-oss": ("gpt_oss", {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 

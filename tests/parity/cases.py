@@ -569,6 +569,8 @@ def _windows() -> list[Case]:
 
 # Level 2 reads 160 tokens of up to 460: it must be wrong at times.
 EIGHT = dict(retrieval_budget=160, num_speculative_tokens=4, gamma=2, num_recent_tokens=60)
+# Model Runner V2's tests have a key of level 2 by default (tests/v2/engine.py).
+NO_LEVEL2 = dict(num_speculative_tokens=4, refresh_interval=None)
 EIGHT_LENGTHS = (400, 300, 350, 390)
 # Prompts in one chunk: vLLM's CPU runner cannot discard a seeded sample (patches/README.md).
 WHOLE = SMALL | {"max_num_batched_tokens": 2048}
@@ -607,6 +609,33 @@ def _eight(params: tuple[Mapping, ...], max_tokens: int) -> tuple[Round, ...]:
             for i, (length, own) in enumerate(zip(itertools.cycle(EIGHT_LENGTHS), params))
         ),
     )
+
+
+def _without_level2() -> list[Case]:
+    """Targets whose attention leaves level 2 nothing to retrieve from."""
+    promise = "Where level 2 takes no part, because {}, output is exact all the same."
+    direct = {"num_direct_proposals": 8, "num_level2_accepted": 8}
+    return [
+        Case(
+            "no level 2-windows",
+            promise.format("each layer has a window"),
+            _eight((dict(temperature=1.0), NARROW, {}, dict(temperature=1.0, seed=3)), 34),
+            ("stock", "calibrated"),
+            drafts_by_target=True,
+            **OF_EIGHT | {"model": "windows", "keys": NO_LEVEL2 | {"num_recent_tokens": 60}},
+            at_least=direct,
+        ),
+        Case(
+            "no level 2-alibi",
+            promise.format("each layer has ALiBi"),
+            (requests(520, 90, 400, max_tokens=24),),
+            model="bloom",
+            source="prompt_lookup",
+            keys=NO_LEVEL2,
+            engine=SMALL,
+            at_least={"num_direct_proposals": 2},
+        ),
+    ]
 
 
 def _heads() -> list[Case]:
@@ -1162,7 +1191,7 @@ def _all() -> list[Case]:
     both = [*sources.pop("draft_model", []), *_scheduling()[:3], *_nan(), *_parameters()]
     both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
     both += [*_scheduling()[3:], *_ends(), *_windows(), *_adapters(), *_reasoning()]
-    both += [*_dice(), *_in_pass(), *_copies(), *_heads(), *_calibrated(), *_sweeps(), *_joint()]
+    both += [*_dice(), *_in_pass(), *_copies(), *_without_level2(), *_heads(), *_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     both += _offloaded(both)
     return both

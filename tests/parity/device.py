@@ -158,7 +158,7 @@ class _Inside:
         self._watching.close()
 
     def policy(self, llm) -> str:
-        if self._speculator(llm).config.is_plain:
+        if not self._speculator(llm).config.uses_level2:
             return ""
         return built(llm).speculator.level2.selections.policy.name
 

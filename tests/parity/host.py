@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from tests.inside import built
+from tests.inside import built, worker_of
 from tests.parity.disturbing import Poison, are_finite, replaced
 from tests.parity.running import Job, Seen, run
 
@@ -20,6 +20,8 @@ class Host:
         return self._engines.get(job.target, job.triforce, **job.engine)
 
     def policy(self, llm) -> str:
+        if not worker_of(llm).triforce.config.uses_level2:
+            return ""
         return built(llm).speculator.level2.cache.policy.name
 
     def held(self, llm) -> dict[str, int]:

@@ -54,6 +54,10 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
     mimo = make_mimo(folder / "mimo", **of_eight_shape)
     twelve = joint.make_models(folder)
     gemma3 = make_architecture(folder / "gemma3", "gemma3")
+    bloom = make_architecture(folder / "bloom", "bloom")
+    windows = make_architecture(
+        folder / "windows", "mistral", vocab_size=8, sliding_window=64, initializer_range=0.25
+    )
     head_of_pair = make_head(folder / "head", pair[0], draft_vocab=2048, layers=(1, 2, 3))
     # In the order of reading, the state before the first layer is the embedding.
     head_of_eight = make_head(folder / "head8", eight, draft_vocab=4, layers=(0, 1, 2))
@@ -74,6 +78,8 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
         ),
         "gqa": Model(gqa["target"], gqa["draft"], _random(4096)),
         "gemma3": Model(gemma3, "", _random(4000)),
+        "bloom": Model(bloom, "", _random(4000)),
+        "windows": Model(windows, "", _random(8, least=0)),
         "eight": Model(
             eight,
             draft_of_eight,
@@ -107,11 +113,11 @@ class Exact:
         Args:
             adapter: the folder of a LoRA adapter.
         """
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         key = target, adapter
         if key not in self._models:
-            model = LlamaForCausalLM.from_pretrained(target).double()
+            model = AutoModelForCausalLM.from_pretrained(target).double()
             self._models[key] = model if adapter is None else with_adapter(model, adapter)
         logits = self._models[key](torch.tensor([prompt + new])).logits[0]
         return logits[len(prompt) - 1 : -1]
