@@ -7,7 +7,7 @@ and Ito); markers differ, too.
 _ORANGE, _PINK, _OLIVE, _BLUE = "#e69f00", "#cc79a7", "#a58b00", "#0f8fd6"
 _INDIGO, _VERMILION, _GREEN, _PLUM, _GREY = "#5b6ee1", "#d55e00", "#009e73", "#b0577a", "#8a8f98"
 _TEAL, _NAVY, _ROSE, _BROWN = "#2aa198", "#3b6fb5", "#d46a9f", "#9a6324"
-_MOSS = "#6a8f3c"
+_MOSS, _VIOLET = "#6a8f3c", "#8e5bb5"
 
 METHODS = {
     "stock": _GREY,
@@ -22,6 +22,7 @@ METHODS = {
     "triforce:all": _INDIGO,
     "triforce:level1": _VERMILION,
     "triforce:retrieval": _GREEN,
+    "triforce:fp8": _VIOLET,
     "triforce:streaming": _PLUM,
     "triforce:refresh8": _TEAL,
 }

@@ -39,7 +39,8 @@ def _describe(error: Any) -> str:
     return f"{' '.join([*names, str(error['input'])])} is not accepted: {reason}"
 
 
-def _split(value: Any) -> Any:
+def split(value: Any) -> Any:
+    """Split a user's text at its commas."""
     if not isinstance(value, str):
         return value
     parts = [part.strip() for part in value.split(",") if part.strip()]
@@ -64,7 +65,7 @@ def _tokens(value: Any) -> Any:
         raise ValueError("write a number of tokens, such as 4096 or 4K (4 x 1024)") from None
 
 
-CommaList = Annotated[list[T], BeforeValidator(_split), AfterValidator(_check_once)]
+CommaList = Annotated[list[T], BeforeValidator(split), AfterValidator(_check_once)]
 """Values with commas between them."""
 Tokens = Annotated[int, BeforeValidator(_tokens)]
 """``4096`` or ``4K``."""

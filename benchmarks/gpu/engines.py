@@ -36,9 +36,7 @@ def make_engine(
     if backend is not None:
         arguments["attention_backend"] = backend
     if is_small:
-        from vllm.v1.sample.ops import topk_topp_sampler
-
-        topk_topp_sampler.HAS_TRITON = False
+        leave_out_mask_kernel()
         if not arguments.get("enforce_eager"):
             arguments["compilation_config"] = GRAPHS_ONLY
     if current_platform.is_cpu():
@@ -48,6 +46,13 @@ def make_engine(
         arguments["kv_cache_memory_bytes"] = 384 << 20
     config = None if triforce is None else {"method": "triforce", **triforce}
     return LLM(model, speculative_config=config, skip_tokenizer_init=True, **arguments)
+
+
+def leave_out_mask_kernel() -> None:
+    """Let PyTorch mask by top-k and top-p: Triton's interpreter cannot run vLLM's kernel."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.HAS_TRITON = False
 
 
 def decode(llm, prompts: list[list[int]], num_tokens: int, **params: Any) -> list[Any]:

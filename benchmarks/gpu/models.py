@@ -1,12 +1,13 @@
 """Models of real geometry with random weights: vLLM needs a config.json (``load_format=dummy``).
 
-python -m benchmarks.gpu.models FOLDER llama-3.1-8b      # and its draft
+python -m benchmarks.gpu.models FOLDER llama-3.1-8b      # its draft and its EAGLE-3 head
 """
 
 import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.models import PAIR
 from vllm_triforce_bench.predict.geometry import Geometry
@@ -18,6 +19,7 @@ MODELS = {
         Geometry("llama-2-7b-128k", 4096, 32, 32, 32, 128, 11008, 32000),
         Geometry("llama-3.1-8b", 4096, 32, 32, 8, 128, 14336, 128256),
         Geometry("qwen3-8b", 4096, 36, 32, 8, 128, 12288, 151936),
+        Geometry("smollm2-mha", 576, 30, 9, 9, 64, 1536, 49152, is_tied=True),
         Geometry("qwen3-30b-a3b", 2048, 48, 32, 4, 128, 768, 151936, 128, 8),
     )
 }
@@ -31,7 +33,21 @@ def draft_of(target: Geometry) -> Geometry:
     return Geometry("llama-68m", 768, 2, 12, 12, 64, 3072, target.vocab)
 
 
-def write_model(geometry: Geometry, folder: Path) -> str:
+def write_head(target: Geometry, folder: Path) -> str:
+    """Write an EAGLE-3 head's config: a layer of the target that drafts a quarter of its tokens."""
+    layers = target.layers
+    return write_model(
+        target,
+        folder,
+        architectures=["LlamaForCausalLMEagle3"],
+        num_hidden_layers=1,
+        draft_vocab_size=target.vocab // 4,
+        tie_word_embeddings=False,
+        eagle_aux_hidden_state_layer_ids=sorted({1, layers // 2, max(1, layers - 3)}),
+    )
+
+
+def write_model(geometry: Geometry, folder: Path, **more: Any) -> str:
     """Write the config, and the embedded target's tokenizer; returns the folder."""
     is_qwen = geometry.name.startswith("qwen3")
     config = {
@@ -52,6 +68,7 @@ def write_model(geometry: Geometry, folder: Path) -> str:
         "torch_dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **more,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -64,3 +81,4 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         print(write_model(MODELS[name], Path(sys.argv[1]) / name))
         print(write_model(draft_of(MODELS[name]), Path(sys.argv[1]) / f"{name}-draft"))
+        print(write_head(MODELS[name], Path(sys.argv[1]) / f"{name}-head"))

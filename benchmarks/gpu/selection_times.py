@@ -7,11 +7,12 @@ It fails unless the chunks are those with the most votes, up to two at the edge.
 
 import torch
 
+from benchmarks.gpu.timing import graph_us
 from tests.kernels.tensors import some_rows
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.kernels.pass_selection import PassSelectionV2
 
-HEAD_DIM, NUM_SELECTIONS, NUM_REPLAYS = 128, 20, 5
+HEAD_DIM = 128
 # KV heads, query heads of each, chunks, requests.
 SHAPES = ((8, 4, 7600, 1), (32, 1, 5000, 1), (9, 1, 470, 32))
 
@@ -39,18 +40,7 @@ def selection_us(num_heads: int, group: int, num_chunks: int, num_rows: int) -> 
     selection.select(0, query)
     check(selection, tables, selected, num_rows, num_heads, num_selected)
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(NUM_SELECTIONS):
-            selection.select(0, query)
-    graph.replay()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(NUM_REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return 1e3 * begin.elapsed_time(end) / (NUM_SELECTIONS * NUM_REPLAYS)
+    return graph_us(lambda: selection.select(0, query))
 
 
 def check(selection, tables, selected, num_rows: int, num_heads: int, num_selected: int) -> None:

@@ -29,6 +29,7 @@ def asked(**more) -> Settings:
     fields |= dict(repetitions=1, dataset_name="random", dataset_path=None, dataset_args="")
     fields |= {key: {} for key in METHOD_OPTIONS} | dict(engines_at_once=None, pass_times=False)
     fields |= dict(serve=False, request_rate=None, requests_per_run=None, warmup=None, control=True)
+    fields |= dict(synthetic_acceptances=None)
     return Settings(**{**fields, **more})
 
 
@@ -62,6 +63,16 @@ def test_every_method_comes_first_in_turn_and_stock_is_in_every_group():
         ["stock vLLM", "stock ngram", "stock draft_model"],
         ["stock vLLM", "TriForce, budget 1024", "TriForce, budget 2048"],
     ]
+
+
+def test_engines_that_are_alone_are_compared_with_stocks_first_group():
+    names = ["stock", "ngram", "triforce"]
+    variants = methods.variants(names, [None], "TARGET", "DRAFT", {})
+    assert grid.groups(variants, engines_at_once=1) == [[variant] for variant in variants]
+    alone = [record(10, num_paired=1), record(30, method="triforce", group=2, num_paired=1)]
+    alone += [record(7, method="ngram", group=1, num_paired=1, context=500)]  # stock is not there
+    rows = {row["method"]: row for row in summary.summarize(alone)}
+    assert rows.keys() == {"stock", "triforce"} and rows["triforce"]["ratio"] == 3
 
 
 def test_prompts_are_read_once_for_all_temperatures():
@@ -353,6 +364,50 @@ def test_the_page_stands_alone_and_has_the_numbers():
     rows = summary.summarize([record(123.4), record(308.5, method="triforce")])
     text = batch_page.make_page(results(rows)).render()
     stands_alone(text, 1, "123.4", "308.5", "2.50x", "TriForce", "a &lt;CPU&gt;", "100 50")
+
+
+def test_synthetic_acceptances_are_called_so_wherever_they_stand(tmp_path):
+    """The page, its JSON and its CSV; outputs are not compared."""
+    import csv
+
+    from vllm_triforce_bench.bench import report
+
+    names = ["stock", "eagle3", "triforce", "triforce:lookup", "triforce:retrieval"]
+    variants = methods.variants(names, [None], "TARGET", "DRAFT", {}, [0.75, 0.5])
+    stock, eagle3, *ours = variants
+    assert stock.keys is None and stock.label == "stock vLLM"
+    assert all(v.label.endswith(", synthetic 0.75, 0.5") for v in variants[1:])
+    assert eagle3.keys["rejection_sample_method"] == "synthetic"
+    assert eagle3.keys["synthetic_acceptance_rates"] == pytest.approx([0.75, 0.75**2, 0.75**3])
+    assert [v.keys["synthetic_acceptance_rates"] for v in ours] == [[0.5]] * 3
+    assert [v.keys.get("synthetic_level1_acceptance") for v in ours] == [0.75, 0.75, None]
+    rows = summary.summarize([record(1), record(2, method="triforce", label=ours[0].label)])
+    found = results(rows)
+    found["settings"] = asdict(asked(synthetic_acceptances=[0.75, 0.5]))
+    report.write_reports(tmp_path, found, batch_page.make_page(found))
+    text = (tmp_path / "report.html").read_text()
+    assert "Decode speed at synthetic acceptances against stock vLLM" in text
+    assert "accepted with probability 0.75" in text and "not compared" in text
+    with (tmp_path / "results.csv").open() as file:
+        labels = [row["label"] for row in csv.DictReader(file)]
+    assert labels == ["stock vLLM", "TriForce, synthetic 0.75, 0.5"]
+    assert '"synthetic_acceptances": [' in (tmp_path / "results.json").read_text()
+
+
+def test_methods_without_a_synthetic_test_are_left_out(monkeypatch):
+    """vLLM's CPU build of Model Runner V1 lacks it, TriForce does not."""
+    from vllm_triforce.config import checks
+
+    names = ["stock", "ngram", "triforce"]
+    variants = methods.variants(names, [None], "TARGET", None, {}, [0.75, 0.5])
+    monkeypatch.setattr(checks, "has_fixed_shapes", lambda: True)
+    left_out: dict[str, str] = {}
+    assert methods.with_synthetic_test(variants, left_out) == variants and not left_out
+    monkeypatch.setattr(checks, "has_fixed_shapes", lambda: False)
+    kept = methods.with_synthetic_test(variants, left_out)
+    assert [v.method for v in kept] == ["stock", "triforce"] and "CPU" in left_out["ngram"]
+    with pytest.raises(BadInput, match=r"'suffix' needs a length .* --suffix"):
+        methods.variants(["suffix"], [None], "TARGET", None, {}, [0.75, 0.5])
 
 
 def test_a_table_that_is_piped_wraps_no_cell(monkeypatch, capsys):

@@ -64,6 +64,11 @@ MISTAKES = [
     (["--dataset-name", "random"], "either --prompts PATH or --dataset-name"),
     (["--contexts", "each"], "takes the prompts of --dataset-name"),
     (["--contexts", "each,4K"], "stands alone"),
+    (["--synthetic-acceptances", "0.75"], "0.75 is not accepted: give two, of level 1's tokens"),
+    (["--synthetic-acceptances", ".7,.8,.9"], "is not accepted: give two"),
+    (["--synthetic-acceptances", "0.75,1.5"], "1.5 is not accepted: input should be less than or"),
+    (["--synthetic-acceptances", "0.5,nan"], "nan is not accepted: input should be"),
+    (["--ngram", '{"synthetic_acceptance_rates": [1]}'], "use --synthetic-acceptances"),
 ]
 
 

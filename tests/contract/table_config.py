@@ -50,7 +50,7 @@ TABLE: list[Surface] = [
     # Ours runs inside: it reads the keys that create_engine_config left in place.
     does(ARGS, "EngineArgs.create_engine_config", "self.create_speculative_config(", OURS),
     does(ARGS, "EngineArgs.create_speculative_config", "SpeculativeConfig(", OURS),
-    has(SPEC, "SpeculativeConfig", "method model num_speculative_tokens draft_sample_method rejection_sample_method draft_model_config quantization revision code_revision draft_tensor_parallel_size draft_load_config uses_draft_model", OURS),
+    has(SPEC, "SpeculativeConfig", "method model num_speculative_tokens draft_sample_method rejection_sample_method synthetic_acceptance_rates draft_model_config quantization revision code_revision draft_tensor_parallel_size draft_load_config uses_draft_model", OURS),
     overrides(SPEC, "SpeculativeConfig.max_num_new_slots_for_drafting", "self", "vllm_triforce/vllm_patches/stock_behavior.py"),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "draft_slots =", "vllm_triforce/vllm_patches/stock_behavior.py"),
     does("config/vllm.py", "VllmConfig.num_lookahead_tokens", "speculative_config.uses_draft_model(", OURS),

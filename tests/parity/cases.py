@@ -575,6 +575,13 @@ EIGHT_LENGTHS = (400, 300, 350, 390)
 # Prompts in one chunk: vLLM's CPU runner cannot discard a seeded sample (patches/README.md).
 WHOLE = SMALL | {"max_num_batched_tokens": 2048}
 OF_EIGHT = dict(model="eight", keys=EIGHT, engine=WHOLE)
+# Far from what these models would accept; each draft is tested, as gamma is 1.
+SYNTHETIC = dict(
+    rejection_sample_method="synthetic",
+    synthetic_acceptance_rates=[0.9],
+    synthetic_level1_acceptance=0.7,
+    gamma=1,
+)
 NARROW = dict(temperature=0.6, top_p=0.9)
 MIXED = (dict(temperature=1.0), NARROW, dict(temperature=0), dict(temperature=1.3))
 VARIOUS = (
@@ -754,6 +761,18 @@ def _calibrated() -> list[Case]:
             wrong_at_times,
             **OF_EIGHT | {"keys": EIGHT | {"rejection_sample_method": "block"}},
             skip={"host": "Runner V1 refuses it (config/checks.py)"},
+        ),
+        *(
+            Case(
+                f"synthetic{name}",
+                "At `rejection_sample_method: synthetic`, for benchmarks, both levels accept at "
+                "the given rates.",
+                _eight((dict(temperature=0.0, seed=1), dict(temperature=1.0, seed=2)) * 2, 60),
+                ("at synthetic rates",),
+                **OF_EIGHT | {"keys": EIGHT | SYNTHETIC | {"levels": levels}},
+                at_least={"num_level2_drafted": 100},
+            )
+            for name, levels in (("", "1,2,3"), ("-direct", "1,3"))
         ),
         Case(
             "seeded",

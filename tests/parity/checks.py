@@ -380,6 +380,24 @@ def _both_accepted_and_rejected(case: Case, job: Job, seen: Seen, by: By) -> Non
     assert 0.2 < seen.batches[0].counted.level2_acceptance_rate < 0.8
 
 
+@check("at synthetic rates")
+def _at_synthetic_rates(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """Within three standard deviations of the number of tests."""
+    counted = seen.batches[0].counted
+    (of_levels,) = case.keys["synthetic_acceptance_rates"]
+    of_level1 = case.keys["synthetic_level1_acceptance"]
+    is_direct = case.keys["levels"] == "1,3"
+    accepted = counted.num_level2_accepted
+    tests = accepted + counted.num_level3_rejections
+    _assert_rate(accepted, tests, of_level1 if is_direct else of_levels)
+    if not is_direct:
+        _assert_rate(counted.num_level1_accepted, counted.num_level1_drafted, of_level1)
+
+
+def _assert_rate(accepted: int, tests: int, rate: float) -> None:
+    assert tests > 50 and abs(accepted / tests - rate) < 3 * (rate * (1 - rate) / tests) ** 0.5
+
+
 @check("rejected by level 3")
 def _rejected_by_level_3(case: Case, job: Job, seen: Seen, by: By) -> None:
     assert 0.05 < seen.batches[0].counted.level2_acceptance_rate < 0.98

@@ -345,8 +345,8 @@ def test_vllms_own_flags(gqa_pair, asked):
         ),
         ([*TRIFORCE, "-sc", '{"method": "ngram"}'], "with method 'ngram' exclude each other. Drop"),
         (
-            ["--spec-method", "triforce", "-sc", '{"rejection_sample_method": "synthetic"}'],
-            "rejection_sample_method='synthetic' is not supported with method='triforce'",
+            ["--spec-method", "triforce", "-sc", '{"rejection_sample_method": "typical"}'],
+            "rejection_sample_method='typical' is not supported with method='triforce'",
         ),
         ([*TRIFORCE, "-sc", "[1, 2]"], "--speculative-config [1, 2] is not supported with --spec"),
         ([*TRIFORCE, "-sc", '"triforce"'], "--speculative-config 'triforce' is not supported with"),

@@ -4,6 +4,7 @@ from vllm_triforce.config.check_offload import check_offload
 from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.config.level2_support import has_recurrent_layers
 from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
+from vllm_triforce.config.synthetic import SYNTHETIC
 from vllm_triforce.config.triforce_config import ResolvedConfig, TriForceConfig
 from vllm_triforce.selection import POLICIES
 
@@ -35,16 +36,17 @@ def check_selection(config: TriForceConfig) -> None:
 
 
 def check_rejection_sample_method(method, has_fixed_shapes: bool) -> None:
-    """Refuse rejection sampling methods that are lossy or that the model runner lacks."""
+    """Refuse rejection sampling methods that are unknown or that the model runner lacks."""
     if method == "block" and not has_fixed_shapes:
         raise ValueError(
             "rejection_sample_method='block' is not supported with Model Runner V1: its rejection "
             "sampler tests tokens one by one. Leave it out."
         )
-    if method not in ("standard", "block"):
+    if method not in ("standard", "block", SYNTHETIC):
         raise ValueError(
             f"rejection_sample_method={method!r} is not supported with method='triforce': only "
-            "'standard' and 'block' keep the target's distribution. Use one of them."
+            "'standard' and 'block' keep the target's distribution, and 'synthetic' is for "
+            "benchmarks. Use one of them."
         )
 
 

@@ -211,6 +211,18 @@ class Keys:
         default_text="8",
         change="rarely",
     )
+    synthetic_level1_acceptance: float | None = _key(
+        None,
+        _LEVEL1,
+        "With `rejection_sample_method: synthetic` alone: the probability that level 2, or the "
+        "full pass where a draft goes straight to it, accepts a token of level 1, whatever the "
+        "models say",
+        unit="probability",
+        low=0,
+        high=1,
+        default_text="none: level 2's own test, and the full pass's rates",
+        change="for benchmarks: outputs are not the model's",
+    )
     max_speculating_seqs: int = _key(
         None,
         _MEMORY,

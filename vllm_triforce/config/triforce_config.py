@@ -43,7 +43,10 @@ _MAX_SLOWDOWN = 0.05
 _MIN_BUDGET, _MAX_BUDGET, _MAX_RECENT = 512, 4096, 128
 
 # Keys of level 1's drafts whose default shows that they are not given.
-LEVEL1_KEYS = ("gamma", "draft_sources", "prompt_lookup_max", "num_sink_tokens")
+LEVEL1_KEYS = (
+    *("gamma", "draft_sources", "prompt_lookup_max", "num_sink_tokens"),
+    "synthetic_level1_acceptance",
+)
 
 # Policies that have kernels for selection inside Runner V2's passes (kernels/pass_selection.py).
 _PASS_KERNELS = ("retrieval",)

@@ -32,6 +32,7 @@ _BEGIN_STEP = tl.constexpr(-4658895280553007687)
 DRAFT = tl.constexpr(0)
 RECOVER = tl.constexpr(1)
 ACCEPT = tl.constexpr(2)
+SYNTHETIC = tl.constexpr(3)  # level 3's test at given rates
 
 
 class ExponentialSampler:

@@ -13,6 +13,7 @@ from vllm_triforce.kernels import counters as count
 from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.distributions import Distributions
 from vllm_triforce.kernels.rows import Rows, disable_slot, load_float
+from vllm_triforce.kernels.synthetic import SyntheticTest
 
 PAD_TOKEN = 0
 """Stands where nothing was proposed; see ``runner_v2/runner.py``."""
@@ -31,6 +32,8 @@ class DraftLogits:
     num_proposed: torch.Tensor  # [max_num_reqs], by state
     slot_of_state: torch.Tensor  # [max_num_reqs]
     state_of_slot: torch.Tensor  # [num_slots]; -1 for none
+    synthetic: SyntheticTest | None = None
+    """Acceptance at given rates, for benchmarks."""
 
     @classmethod
     def allocate(cls, logits: torch.Tensor, max_num_reqs: int) -> "DraftLogits":

@@ -29,8 +29,13 @@ def verify_drafts(
     draft: Distributions | None,  # level 1's, of gamma places; None where they are one-hot
     sampler: ExponentialSampler,
     counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
+    synthetic_rate: float | None = None,
 ) -> None:
-    """Accept a prefix of each row's drafts, add one token, and extend the proposal."""
+    """Accept a prefix of each row's drafts, add one token, and extend the proposal.
+
+    Args:
+        synthetic_rate: probability of accepting any draft, for benchmarks; None for the rule above.
+    """
     num_rows, gamma = rows.num_rows, rows.gamma
     all_greedy = target.distributions is None
     # Greedy rows read no distribution, and one-hot drafts none of level 1: any tensor will do.
@@ -51,6 +56,7 @@ def verify_drafts(
         GAMMA=gamma,
         ALL_GREEDY=all_greedy,
         IS_ONE_HOT=is_one_hot,
+        SYNTHETIC_RATE=synthetic_rate,
     )
     if not all_greedy:
         draw_kernel[(num_rows, sampler.num_blocks)](
@@ -100,6 +106,7 @@ def _accept_kernel(
     GAMMA: tl.constexpr,
     ALL_GREEDY: tl.constexpr,
     IS_ONE_HOT: tl.constexpr,
+    SYNTHETIC_RATE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = table_ptr + row * row_stride
@@ -110,7 +117,11 @@ def _accept_kernel(
         token = tl.load(row_ptr + col.DRAFTED + place).to(tl.int64)
         top = tl.load(top_ptr + row * (GAMMA + 1) + place)
         accept = (token == tl.load(best_ptr + row * (GAMMA + 1) + place)) & (top == top)
-        if not ALL_GREEDY:
+        if SYNTHETIC_RATE is not None:
+            begin, token_position = place_of_noise(row_ptr, place)
+            chance = uniform(load_seed(row_ptr), begin, token_position, ACCEPT)
+            accept = (chance < SYNTHETIC_RATE) & (top == top)
+        elif not ALL_GREEDY:
             temperature = load_float(row_ptr + col.TEMPERATURE)
             if temperature > 0:
                 at = row * (GAMMA + 1) + place

@@ -30,6 +30,12 @@ class AcceptanceRecorder:
         """Forget the last step."""
         self._num_draft_tokens = []
 
+    def note_routes(self, request_ids: list[str], routes: list[str]) -> None:
+        """Do nothing: this test does not depend on the way of a proposal."""
+
+    def forget(self, request_id: str) -> None:
+        """Do nothing: nothing is kept by request."""
+
     def set(self, num_draft_tokens: list[int], probs: torch.Tensor) -> None:
         """Record a step.
 

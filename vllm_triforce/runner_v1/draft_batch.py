@@ -81,6 +81,8 @@ class Proposal:
     greedy requests, and maybe empty."""
     num_planned: list[int]
     """Number of tokens per request, each decided on before it is drawn."""
+    routes: list[str] = field(default_factory=list)
+    """Way of each request's tokens (``controller/routes.py``)."""
 
     @classmethod
     def empty(cls, num_reqs: int) -> "Proposal":

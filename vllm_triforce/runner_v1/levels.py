@@ -173,6 +173,11 @@ class Level1:
             draft.token_ids[i] = [int(token) for token in valid_ids]
 
     @property
+    def synthetic_rate(self) -> float | None:
+        """Rate at which level 2 accepts any token; None for its own test."""
+        return self._controller.config.synthetic_level1_acceptance
+
+    @property
     def model(self) -> DraftSource | None:
         """Source with the draft model, None if there is none."""
         return next((source for source in self.sources.values() if source.needs_model), None)
@@ -261,7 +266,12 @@ class LevelsV1:
     def verify(self, rows: list[int], draft: RoutedDraft, logits) -> Verified:
         request_ids, level1_draft = self.batch.request_ids, draft.draft
         verified = verify(
-            level1_draft.token_ids, level1_draft.probs, logits, self._sampling, self._noise
+            level1_draft.token_ids,
+            level1_draft.probs,
+            logits,
+            self._sampling,
+            self._noise,
+            self._level1.synthetic_rate,
         )
         for row, token_ids, probs in zip(rows, verified.token_ids, verified.probs):
             self.proposal.extend(row, token_ids, probs)

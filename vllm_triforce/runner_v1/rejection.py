@@ -5,7 +5,6 @@ Once speculation is configured, vLLM builds no processors for ``min_p`` and ``lo
 request of the batch has ``logprob_token_ids``, it returns their log-probabilities for all requests.
 """
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -17,8 +16,10 @@ from vllm.v1.sample.logits_processor.builtin import (
 )
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
+from vllm_triforce.config import read_config
 from vllm_triforce.core.limits import GREEDY_EPSILON
 from vllm_triforce.runner_v1.acceptance import AcceptanceRecorder
+from vllm_triforce.runner_v1.synthetic import SyntheticTest
 from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
 from vllm_triforce.vllm_patches import swaps
 
@@ -40,6 +41,14 @@ def support_all_sampling_params(runner, vllm_config, device) -> AcceptanceRecord
         swaps.THINKING_BUDGET.set(batch, budget)
         swaps.METADATA_THINKING_BUDGET.set(batch.sampling_metadata, budget)
     sampler = CompleteRejectionSampler(runner.sampler, vllm_config.speculative_config, device)
+    if (rates := vllm_config.speculative_config.synthetic_acceptance_rates) is not None:
+        config, _ = read_config(vllm_config)
+        sampler.acceptance = SyntheticTest(
+            rates,
+            config.synthetic_level1_acceptance,
+            batch,
+            vllm_config.model_config.seed,
+        )
     swaps.REJECTION_SAMPLER.set(runner, sampler)
     return sampler.acceptance
 
@@ -62,7 +71,7 @@ class CompleteRejectionSampler(RejectionSampler):
                 logprob_token_ids=None,
                 max_num_logprobs=sampling_metadata.max_num_logprobs or 0,
             )
-        with nullcontext() if self.synthetic_mode else self.acceptance:
+        with self.acceptance:
             return super().forward(metadata, draft_probs, logits, sampling_metadata)
 
     def apply_logits_processors(self, logits, sampling_metadata, metadata):

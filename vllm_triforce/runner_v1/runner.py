@@ -271,6 +271,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             for row, token_ids in zip(rows, proposal.token_ids):
                 result[row] = token_ids
             self._export_proposal(batch, proposal)
+            self._acceptance.note_routes(batch.request_ids, proposal.routes)
         self._limit_backoff(eligible, computed, counts)
         self._report.log_if_due(lambda: self.counters, logger)
         return result
@@ -362,6 +363,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             if running.get(request_id) is not request:
                 self.built.speculator.release(request_id)
                 self._draft_probs.forget(request_id)
+                self._acceptance.forget(request_id)
                 del self._requests[request_id]
 
     def synchronize_times(self, synchronize: bool) -> None:

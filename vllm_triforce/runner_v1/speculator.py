@@ -50,6 +50,7 @@ class SpeculatorV1:
         candidates = self._candidates(batch, matches)
         choices = self.controller.choose(candidates, batch.num_plain_reqs)
         proposal.num_planned = [choice.num_tokens for choice in choices]
+        proposal.routes = [choice.route for choice in choices]
         rows = [row for row, choice in enumerate(choices) if choice.route == HIERARCHICAL]
         if rows:
             self._propose_by_levels(batch, proposal, rows, [choices[r].num_tokens for r in rows])

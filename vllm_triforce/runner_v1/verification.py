@@ -31,15 +31,26 @@ class Verified:
     """Rows with a NaN in their logits. They end before it."""
 
     def add_row(
-        self, draft: list[int], token_ids: list[int], probs: list[torch.Tensor], has_nan: bool
+        self,
+        draft: list[int],
+        token_ids: list[int],
+        probs: list[torch.Tensor],
+        has_nan: bool,
+        num_accepted: int | None = None,
     ) -> None:
-        """Append a row's accepted tokens and the token after them, which a NaN may prevent."""
+        """Append a row's accepted tokens and the token after them, which a NaN may prevent.
+
+        Args:
+            num_accepted: None if accepted tokens are those that equal the draft's.
+        """
         if has_nan:
             self.nan_rows.append(len(self.token_ids))
         self.token_ids.append(token_ids)
         self.probs.append(probs)
         agrees = [token == drafted for token, drafted in zip(token_ids, draft)]
-        self.num_accepted.append((*agrees, False).index(False))
+        if num_accepted is None:
+            num_accepted = (*agrees, False).index(False)
+        self.num_accepted.append(num_accepted)
 
 
 def verify(
@@ -48,6 +59,7 @@ def verify(
     logits: torch.Tensor,  # [sum(len(tokens) + 1 for tokens in drafts), vocab_size], of level 2
     sampling: SamplingRows,  # [num_rows]
     noise: InnerNoise,
+    synthetic_rate: float | None = None,
 ) -> Verified:
     """Accept a prefix of each row's draft tokens and add one token.
 
@@ -55,7 +67,10 @@ def verify(
         drafts: level 1's tokens, one list per row.
         draft_probs: [vocab_size], per row and token, the distribution it was drawn from. None, for
             a row or for all rows, if the distributions are one-hot.
+        synthetic_rate: probability of accepting any token, for benchmarks; None for the rule above.
     """
+    if synthetic_rate is not None:
+        return _verify_synthetic(drafts, greedy_tokens(logits).tolist(), synthetic_rate, noise)
     if sampling.all_greedy:
         return _verify_greedy(drafts, greedy_tokens(logits).tolist())
     lengths = [len(tokens) + 1 for tokens in drafts]
@@ -118,4 +133,20 @@ def _verify_greedy(drafts: list[list[int]], best: list[int]) -> Verified:
         if emitted[-1] == NAN_TOKEN:
             emitted.pop()
         result.add_row(tokens, emitted, [], NAN_TOKEN in argmax)
+    return result
+
+
+def _verify_synthetic(
+    drafts: list[list[int]], best: list[int], rate: float, noise: InnerNoise
+) -> Verified:
+    """Accept draft tokens at a given rate, and add level 2's argmax."""
+    result = Verified()
+    for row, tokens in enumerate(drafts):
+        argmax, best = best[: len(tokens) + 1], best[len(tokens) + 1 :]
+        accepts = [
+            token != NAN_TOKEN and noise.uniform(row) < rate for token in argmax[: len(tokens)]
+        ]
+        count = (*accepts, False).index(False)
+        emitted = [*tokens[:count], *([] if argmax[count] == NAN_TOKEN else [argmax[count]])]
+        result.add_row(tokens, emitted, [], NAN_TOKEN in argmax, count)
     return result

@@ -9,12 +9,14 @@ from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import SOURCES_V2
+from vllm_triforce.config.synthetic import rates_by_place
 from vllm_triforce.core.head import fusion_of, num_states
 from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
 from vllm_triforce.kernels.rows import RowLimits, Rows
+from vllm_triforce.kernels.synthetic import SyntheticTest
 from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import ProposalContext
@@ -120,6 +122,14 @@ class SpeculatorPartsV2:
         logits = torch.zeros(shape, dtype=self.context.logits_dtype, device=self.context.device)
         level1 = None if config.levels == "2,3" else sources[config.sources[0]]
         draft_logits = DraftLogits.allocate(logits, scheduler_config.max_num_seqs)
+        rates = self.context.vllm_config.speculative_config.synthetic_acceptance_rates
+        if rates is not None:
+            draft_logits.synthetic = SyntheticTest(
+                rates_by_place(rates),
+                config.synthetic_level1_acceptance,
+                self.num_slots + scheduler_config.max_num_seqs,
+                self.context.device,
+            )
         return SpeculatorV2(
             LevelParts(self.context, level1, level2, self.slots, draft_logits), sources
         )

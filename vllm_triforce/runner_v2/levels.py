@@ -131,7 +131,8 @@ class LevelsV2:
     def verify(self, rows: Rows, drafted: Distributions | None, logits: LevelLogits) -> None:
         parts = self._parts
         context = parts.context
-        verify_drafts(rows, logits, drafted, context.sampler, context.counters.sums)
+        rate = context.config.synthetic_level1_acceptance
+        verify_drafts(rows, logits, drafted, context.sampler, context.counters.sums, rate)
         if logits.distributions is not None:
             export_distributions(parts.draft_logits, rows, logits.distributions.logits)
 

@@ -7,6 +7,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from vllm_triforce.kernels.proposals import DraftLogits, level3_test_rows
+from vllm_triforce.kernels.synthetic import ACCEPT_ALL
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -24,6 +25,8 @@ def replace_rejection_sampler(runner, draft_logits: DraftLogits) -> None:
     sampler = CompleteRejectionSamplerV2.__new__(CompleteRejectionSamplerV2)
     sampler.__dict__ = swaps.REJECTION_SAMPLER_V2.set(runner, sampler).__dict__
     sampler.draft_logits = draft_logits
+    if sampler.synthetic_conditional_rates is not None:  # SyntheticTest rejects before
+        sampler.synthetic_conditional_rates.fill_(ACCEPT_ALL)
     # Ranks that share sampling gather no log-probabilities of given tokens.
     sampler.supports_logprob_token_ids = runner.batch_sharder is None
 
@@ -78,6 +81,8 @@ class CompleteRejectionSamplerV2(RejectionSampler):
             states.temperature.gpu,
             states.seeds.gpu,
         )
+        if (synthetic := self.draft_logits.synthetic) is not None:
+            synthetic.reject(rows.draft_tokens, rows.owners, expanded_local_pos)
         sampled, num_sampled = rejection_sample(
             processed,
             self.draft_logits.logits,

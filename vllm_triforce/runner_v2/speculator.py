@@ -129,6 +129,8 @@ class SpeculatorV2(Observer):
     def _finish(self, draft_tokens: torch.Tensor, is_direct: bool) -> None:
         rows = self._parts.context.rows
         commit_proposals(rows, draft_tokens, self.draft_logits, self._counters.sums, is_direct)
+        if self.draft_logits.synthetic is not None:
+            self.draft_logits.synthetic.draw(rows, is_direct)
 
     def count_full_pass(
         self,

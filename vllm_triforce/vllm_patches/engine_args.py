@@ -17,6 +17,13 @@ from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.level2_model import check_level2_model
 from vllm_triforce.config.level2_support import fit_levels, limit_states, why_no_level2
 from vllm_triforce.config.refusal import refusing
+from vllm_triforce.config.synthetic import (
+    RATES_KEY,
+    SYNTHETIC,
+    WARNING,
+    check_synthetic,
+    extend_rates,
+)
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.vllm_patches.cli_args import (
     FLAGS,
@@ -43,8 +50,9 @@ _DRAFT_KEYS = (
     "draft_load_config",
 )
 
-# Key of a stock SpeculativeConfig about level 3's rejection sampling, passed on unchanged.
+# Keys of a stock SpeculativeConfig about level 3's rejection sampling, passed on.
 _REJECTION_KEY = "rejection_sample_method"
+_REJECTION_KEYS = (_REJECTION_KEY, RATES_KEY)
 
 # vLLM's methods while it reads a head's config. By another it would guess one from the path.
 _EAGLE3, _MTP = "eagle3", "mtp"
@@ -85,10 +93,11 @@ def _split(engine_args, target_model_config=None) -> tuple[TriForceConfig, dict[
             "Name one, or leave them out."
         )
     has_fixed_shapes = checks.has_fixed_shapes()
-    if _REJECTION_KEY in keys:
-        draft[_REJECTION_KEY] = keys.pop(_REJECTION_KEY)
-        checks.check_rejection_sample_method(draft[_REJECTION_KEY], has_fixed_shapes)
+    draft |= {key: keys.pop(key) for key in _REJECTION_KEYS if key in keys}
+    method = draft.get(_REJECTION_KEY, "standard")
+    checks.check_rejection_sample_method(method, has_fixed_shapes)
     config = TriForceConfig.from_speculative_config(keys)
+    check_synthetic(method, draft.get(RATES_KEY), config.synthetic_level1_acceptance)
     if target_model_config is not None:
         config = fit_levels(config, target_model_config, checks.is_cpu())
     # On Model Runner V2 the controller runs in our scheduler.
@@ -262,6 +271,8 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
             if is_mtp:  # of the target's checkpoint
                 for key in ("quantization", "revision", "code_revision"):
                     draft.setdefault(key, getattr(target_model_config, key))
+    if RATES_KEY in draft:
+        draft[RATES_KEY] = extend_rates(draft[RATES_KEY], config.num_speculative_tokens)
     # Without a draft model the target's name satisfies SpeculativeConfig. It is not loaded twice:
     # our speculator does the loading.
     draft["model"] = draft.get("model") or target_model_config.model
@@ -295,6 +306,8 @@ def _finish_config(vllm_config):
     checks.check_vllm_config(vllm_config, resolved)
     if resolved.level2_model is not None:
         check_level2_model(resolved.level2_model, vllm_config)
+    if vllm_config.speculative_config.rejection_sample_method == SYNTHETIC:
+        logger.warning(WARNING)
     draft_model = vllm_config.additional_config[METHOD]["draft_model"]
     vllm_config.additional_config[METHOD] = {**resolved.to_dict(), "draft_model": draft_model}
     _check_platform()

@@ -28,7 +28,12 @@ def run(args: argparse.Namespace) -> int:
         settings = read(args)
         names, left_out = methods.available(settings.methods)
         variants = methods.variants(
-            names, settings.budgets, settings.target, settings.draft, settings.method_keys
+            names,
+            settings.budgets,
+            settings.target,
+            settings.draft,
+            settings.method_keys,
+            settings.synthetic_acceptances,
         )
         if settings.serve:
             variants += [methods.CONTROL_VARIANT] * settings.control
@@ -80,6 +85,8 @@ def _compare(
         left_out[f"{source.num_left_out} of the prompts"] = "too long for the model, or empty"
     for name, reason in left_out.items():
         console.print(f"[yellow]left out: {name} ({reason})")
+    if settings.synthetic_acceptances is not None:
+        variants = methods.with_synthetic_test(variants, left_out)
     keys = [variant.keys for variant in variants]
     arguments = asdict(settings) | {"variants": keys} | report.machine()
     del arguments["longest_prompt"]  # which follows from the others

@@ -39,8 +39,10 @@ def groups(variants: Sequence[Variant], engines_at_once: int) -> list[list[Varia
 
     Args:
         variants: stock vLLM first.
-        engines_at_once: at least 2.
+        engines_at_once: at least 1, which leaves each engine alone.
     """
+    if engines_at_once == 1:
+        return [[variant] for variant in variants]
     stock, others = variants[0], variants[1:]
     size = engines_at_once - 1
     return [[stock, *others[i : i + size]] for i in range(0, max(1, len(others)), size)]
@@ -72,6 +74,8 @@ def whole_sets(records: Sequence[dict]) -> list[dict]:
 def pairs_by_row(records: list[dict]) -> list[tuple[dict, Pairs]]:
     """Pair each record with stock vLLM's of its set: same prompts, one right after the other.
 
+    Where stock vLLM is not in the group, it is the first group, alone.
+
     Returns:
         Columns of cell and variant, and their pairs: cells in order, variants in the order of
         their names.
@@ -81,7 +85,10 @@ def pairs_by_row(records: list[dict]) -> list[tuple[dict, Pairs]]:
     pairs_by_key: dict[tuple, Pairs] = defaultdict(list)
     for record in records:
         key = tuple(record[name] for name in CELL + VARIANT)
-        pairs_by_key[key].append((stock[set_of(record)], record))
+        paired = set_of(record)
+        beside = stock.get(paired, stock.get(paired._replace(group=0)))
+        if beside is not None:
+            pairs_by_key[key].append((beside, record))
     dtypes, labels = (
         list(dict.fromkeys(record[name] for record in records)) for name in ("dtype", "label")
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.keys import METHOD as TRIFORCE
+from vllm_triforce.config.synthetic import RATES_KEY, SYNTHETIC, extend_rates
 from vllm_triforce.config.triforce_config import LEVEL1_KEYS
 from vllm_triforce_bench.options import BadInput
 
@@ -75,6 +76,7 @@ METHODS: dict[str, Method] = {
     "triforce:all": _triforce("all levels always", True, levels="1,2,3"),
     "triforce:level1": _triforce("level 1 only", True, levels="1,3"),
     "triforce:retrieval": _triforce("retrieval only", True, levels="2,3"),
+    "triforce:fp8": _triforce("all levels, level 2 in fp8", True, level2_model="fp8"),
     "triforce:streaming": _triforce("streaming for retrieval", True, selection="streaming"),
     "triforce:refresh8": _triforce("selection every 8 full passes", True, refresh_interval=8),
 }
@@ -129,11 +131,13 @@ def variants(
     target: str,
     draft: str | None,
     user_keys: Mapping[str, dict],
+    synthetic: Sequence[float] | None = None,
 ) -> list[Variant]:
     """List the engines of a dtype: one for each method, and for TriForce one for each budget.
 
     Args:
         user_keys: the user's ``speculative_config`` keys, by vLLM's name of the method.
+        synthetic: acceptance of level 1's tokens and of level 2's, whatever the models say.
 
     Raises:
         BadInput: TriForce refuses its keys, a draft model is missing, or it is the target.
@@ -165,10 +169,40 @@ def variants(
                     keys["retrieval_budget"] = budget
                 _check_triforce(name, keys)
                 label += f", budget {budget or 'by default'}" if len(budgets) > 1 else ""
+            if synthetic is not None:
+                label += f", synthetic {synthetic[0]:g}, {synthetic[1]:g}"
+                keys |= _synthetic_keys(name, keys, synthetic)
             if draft and (method.needs_draft or (is_triforce and has_drafts)):
                 keys["model"] = draft
             variants.append(Variant(name, budget, keys, label))
     return variants
+
+
+def _synthetic_keys(name: str, keys: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
+    """Make the keys of acceptance at given rates; stock vLLM's drafts are accepted as level 1's."""
+    of_level1, of_level2 = rates
+    result: dict[str, Any] = {"rejection_sample_method": SYNTHETIC}
+    if keys["method"] == TRIFORCE:
+        if keys.get("levels") != "2,3":
+            result["synthetic_level1_acceptance"] = of_level1
+        return result | {RATES_KEY: [of_level2]}
+    if "num_speculative_tokens" not in keys:
+        raise BadInput(
+            f"method {name!r} needs a length for --synthetic-acceptances; give --{name} "
+            "'{\"num_speculative_tokens\": 8}'"
+        )
+    return result | {RATES_KEY: extend_rates([of_level1], keys["num_speculative_tokens"])}
+
+
+def with_synthetic_test(variants: list[Variant], left_out: dict[str, str]) -> list[Variant]:
+    """Leave out vLLM's methods where it has no acceptance at given rates."""
+    from vllm_triforce.config.checks import has_fixed_shapes
+
+    if has_fixed_shapes():
+        return variants
+    lack_it = [v for v in variants if v.keys is not None and not v.is_triforce]
+    left_out |= {v.method: "vLLM has no synthetic acceptance on a CPU" for v in lack_it}
+    return [variant for variant in variants if variant not in lack_it]
 
 
 def check_copies(variants: list[Variant], dtypes: list[str]) -> None:

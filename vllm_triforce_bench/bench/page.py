@@ -16,6 +16,11 @@ from vllm_triforce_bench.page import Article, Cell, Page, Table, grouped, short_
 
 Line = Callable[[dict], dict[str, Cell]]
 """Makes the cells of a row, by the title of their column."""
+_SYNTHETIC_NOTE = (
+    "Acceptances are synthetic: tokens of level 1, and drafts of vLLM's methods, are accepted with "
+    "probability {:g}, tokens of level 2 with {:g}, whatever the models say. Outputs are no "
+    "model's, and were not compared."
+)
 _TERMINAL_STYLES = {"identical": "green", "tie": "yellow", "different": "bold red"}
 
 
@@ -47,6 +52,10 @@ def make_page(
             Article(text, note, figures.ratios(here, column, f"{column}-{dtype}-{temperature:g}"))
             for column, (text, note) in figures_of.items()
         ]
+    notes = [f"Left out: {name}. {reason}." for name, reason in results["left_out"].items()]
+    if (rates := settings["synthetic_acceptances"]) is not None:
+        title += " at synthetic acceptances"
+        notes.insert(0, _SYNTHETIC_NOTE.format(*rates))
     draft = settings["draft"]
     facts = [
         f"target {short_name(settings['target'])}",
@@ -71,7 +80,7 @@ def make_page(
         facts=facts,
         sections=sections,
         cells=Article("All cells", reading, table=cells_table(rows, line)),
-        notes=[f"Left out: {name}. {reason}." for name, reason in results["left_out"].items()],
+        notes=notes,
         run=run,
         command=command,
         **more,

@@ -16,15 +16,18 @@ from pydantic import (
     WrapValidator,
 )
 
+from vllm_triforce.config.synthetic import RATES_KEY
 from vllm_triforce_bench.bench.methods import METHODS, check_name
 from vllm_triforce_bench.options import (
     AboveZero,
     BadInput,
     CommaList,
     NotNegative,
+    Share,
     ShareAboveZero,
     Tokens,
     checked,
+    split,
 )
 
 AUTO = "auto"
@@ -38,6 +41,8 @@ PROPOSAL_ROOM = 64
 METHOD_OPTIONS = ("triforce", "draft_model", "eagle3", "mtp", "ngram", "suffix")
 """vLLM's names of methods, each with an option for its keys."""
 _MIN_REQUESTS = 16
+LENGTH_KEY = "synthetic_acceptance_length"
+"""vLLM's other key of acceptance at given rates."""
 # Engine arguments that the benchmark sets.
 _BENCHMARK_KEYS = {
     "host": "servers listen on 127.0.0.1",
@@ -73,12 +78,20 @@ def _existing(path: str) -> str:
     return path
 
 
+def _two(rates: list[float]) -> list[float]:
+    if len(rates) != 2:
+        raise ValueError("give two, of level 1's tokens and of level 2's, such as 0.75,0.95")
+    return rates
+
+
 def _word(word: str, meaning: Any) -> WrapValidator:
     return WrapValidator(lambda value, convert: meaning if value == word else convert(value))
 
 
 _METHOD_KEYS = dict.fromkeys(
     ("method", "model", "retrieval_budget"), "use --methods, --draft and --budgets"
+) | dict.fromkeys(
+    (RATES_KEY, LENGTH_KEY, "synthetic_level1_acceptance"), "use --synthetic-acceptances"
 )
 _Json = Annotated[dict[str, Any], BeforeValidator(_json_object)]
 EngineKeys = Annotated[_Json, AfterValidator(partial(_without, _BENCHMARK_KEYS))]
@@ -168,11 +181,18 @@ class Settings:
     engine_keys: Annotated[
         EngineKeys, Option("engine arguments of every method alike", "{}", flag="--engine")
     ]
-    seed: Annotated[int, Option("", 0, group="the run")]
+    synthetic_acceptances: Annotated[
+        Annotated[list[Share], BeforeValidator(split), AfterValidator(_two)] | None,
+        Option(
+            "accept a token of level 1, and of level 2, at these rates whatever the models say",
+            group="the run",
+        ),
+    ]
+    seed: Annotated[int, Option("", 0)]
     kv_cache_gib: Annotated[CacheGib | None, Option("of each engine; default: what cells need")]
     engines_at_once: Annotated[
-        Annotated[int, Field(ge=2)] | None,
-        Option("default: what fits into free memory", serve=False),
+        PositiveInt | None,
+        Option("default: what fits into free memory; 1: one after the other", serve=False),
     ]
     pass_times: Annotated[
         bool,

@@ -1,0 +1,95 @@
+"""Promise: tests at given acceptance rates accept at these rates, within three sigma."""
+
+import pytest
+import torch
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+from tests.kernels.device import DEVICE
+from tests.kernels.tensors import distributions, level_logits, new_counters, some_rows
+from vllm_triforce.kernels.draw import ExponentialSampler
+from vllm_triforce.kernels.row_table import OutcomeColumn
+from vllm_triforce.kernels.synthetic import ACCEPT_ALL, SyntheticTest
+from vllm_triforce.kernels.verification import verify_drafts
+
+NUM_ROWS, VOCAB = 400, 11
+# Seeds that are near each other, as a user's may be.
+SEEDS = torch.arange(NUM_ROWS)
+
+
+def assert_rate(accepted: int, tests: int, rate: float) -> None:
+    assert tests > 100
+    assert abs(accepted / tests - rate) <= 3 * (rate * (1 - rate) / tests) ** 0.5
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.35, 0.75, 1.0])
+@pytest.mark.parametrize("all_greedy", [True, False])
+def test_level_2_accepts_at_the_rate(rate, all_greedy):
+    """Drafts are what level 2 would never say, or always: row by row."""
+    gamma, temperature = 3, torch.tensor([0.0, 1.0] * (NUM_ROWS // 2))
+    target = torch.full((NUM_ROWS, gamma + 1, VOCAB), -30.0)
+    target[..., 4] = 30.0
+    rows = some_rows(
+        NUM_ROWS,
+        gamma,
+        drafted=torch.tensor([[4], [7]] * (NUM_ROWS // 2)).expand(-1, gamma),
+        num_drafted=gamma,
+        room=6,
+        computed=300,
+        temperature=torch.zeros(NUM_ROWS) if all_greedy else temperature,
+        seeds=SEEDS,
+    )
+    draft = distributions(torch.zeros(NUM_ROWS, gamma, VOCAB), temperature)
+    verify_drafts(
+        rows,
+        level_logits(target, None if all_greedy else temperature),
+        None if all_greedy else draft,
+        ExponentialSampler(NUM_ROWS, VOCAB, DEVICE),
+        new_counters(),
+        rate,
+    )
+    outcomes = rows.outcomes[:NUM_ROWS].sum(0).tolist()
+    accepted = outcomes[OutcomeColumn.LEVEL1_ACCEPTED]
+    assert_rate(accepted, accepted + outcomes[OutcomeColumn.LEVEL1_REJECTED], rate)
+    assert rows.num_emitted[:NUM_ROWS].tolist() == (rows.num_accepted[:NUM_ROWS] + 1).tolist()
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_level_3_accepts_each_place_at_its_rate(is_direct):
+    """Through vLLM's own test, of drafts that the target would never say, or always."""
+    rates, direct_rate, places = [0.9, 0.5, 0.8], 0.6, 4
+    rows = some_rows(NUM_ROWS, gamma=1, length=3, computed=50, seeds=SEEDS)
+    rows.num_speculative_tokens = 3
+    num_owners = 2 * NUM_ROWS
+    synthetic = SyntheticTest(rates, direct_rate, num_owners, DEVICE)
+    synthetic.draw(rows, is_direct)
+    owners = torch.arange(NUM_ROWS, dtype=torch.int32, device=DEVICE).repeat_interleave(places)
+    local = torch.arange(places, dtype=torch.int32, device=DEVICE).repeat(NUM_ROWS)
+    tokens = torch.tensor([4, 7], device=DEVICE).repeat(NUM_ROWS // 2).repeat_interleave(places)
+    synthetic.reject(tokens, owners, local)
+    target = torch.full((len(owners), VOCAB), -30.0, device=DEVICE)
+    target[:, 4] = 30.0
+    temperature = torch.tensor([0.0, 1.0, 1.0, 0.0], device=DEVICE).repeat(num_owners // 4)
+    starts = torch.arange(0, len(owners) + 1, places, dtype=torch.int32, device=DEVICE)
+    _, num_sampled = rejection_sample(
+        target,
+        torch.zeros(num_owners, 3, VOCAB, device=DEVICE),
+        tokens,
+        starts,
+        local.long() + 50,
+        owners[::places].contiguous(),
+        owners,
+        local,
+        temperature,
+        torch.arange(num_owners, device=DEVICE),
+        3,
+        torch.full((3,), ACCEPT_ALL, device=DEVICE),
+    )
+    accepted = num_sampled.cpu() - 1
+    for place, rate in enumerate([direct_rate] * 3 if is_direct else rates):
+        reached = int((accepted >= place).sum())
+        assert_rate(int((accepted > place).sum()), reached, rate)
+    # Greedy and sampled requests alike, and rows whose owner has no proposal keep nothing.
+    assert torch.equal(accepted, synthetic.num_accepted[:NUM_ROWS].cpu().clamp(max=3))
+    invented = torch.tensor([1, 2], device=DEVICE)
+    synthetic.reject(invented, owners[-2:] + NUM_ROWS, local[:2])
+    assert invented.tolist() == [1, -1]
