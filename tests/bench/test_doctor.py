@@ -83,6 +83,16 @@ def test_layers_with_a_window_are_named(capsys, tmp_path, name):
     assert "stay dense" in found["prediction"]["not_predicted"]
 
 
+def test_a_target_without_level_2(capsys, tmp_path):
+    """Levels 1 and 3 speculate for it; the reason is that of the engine's log."""
+    windows = make_architecture(tmp_path / "windows", "mistral", sliding_window=64)
+    status, results = doctor(capsys, windows)
+    assert (status, results["runs"]) == (0, True)
+    assert "window of 64 tokens" in results["engine"]["no_level2"]
+    assert results["engine"]["settings"]["levels"] == "1,3"
+    assert "layers" not in results and "prediction" not in results
+
+
 def test_memory_is_that_of_the_model(capsys, tmp_path):
     model = make_llama(tmp_path / "model", num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32)
     weights = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))

@@ -1210,7 +1210,8 @@ def _all() -> list[Case]:
     both = [*sources.pop("draft_model", []), *_scheduling()[:3], *_nan(), *_parameters()]
     both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
     both += [*_scheduling()[3:], *_ends(), *_windows(), *_adapters(), *_reasoning()]
-    both += [*_dice(), *_in_pass(), *_copies(), *_without_level2(), *_heads(), *_calibrated(), *_sweeps(), *_joint()]
+    both += [*_dice(), *_in_pass(), *_copies(), *_without_level2(), *_heads()]
+    both += [*_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     both += _offloaded(both)
     return both

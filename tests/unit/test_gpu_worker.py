@@ -227,7 +227,6 @@ def test_drafts_with_alibi_or_sinks_are_refused_on_a_gpu(of_model, of_text):
     ("changed", "named"),
     [
         ({"cache_dtype": "fp8"}, r"kv_cache_dtype='fp8'.*8\.9.*kv_cache_dtype='auto'"),
-        ({"model_type": "gpt_oss"}, r"'a model'.*sinks in every layer.*another method"),
         ({"use_v2": False}, "use_v2_model_runner=False is not supported on a GPU"),
         ({"sleeps": True}, "enable_sleep_mode=True is not supported with TriForce"),
         ({"seqs": 64, "tokens": 319}, r"max_num_batched_tokens=319.* 320 tokens"),
@@ -242,7 +241,6 @@ def test_unsupported_settings_on_a_gpu_are_refused(changed, named, monkeypatch):
     monkeypatch.setattr(checks, "_reads_fp8", lambda: False)  # as on an A100
     model_config = SimpleNamespace(
         model="a model",
-        hf_text_config=SimpleNamespace(model_type=changed.get("model_type", "llama")),
         uses_mrope=False,
         enable_sleep_mode=changed.get("sleeps", False),
     )

@@ -615,30 +615,55 @@ _WHISPER |= dict(encoder_attention_heads=4, decoder_attention_heads=4)
 @pytest.mark.parametrize(
     "architecture, config, named",
     [
-        ("DeepseekV2ForCausalLM", dict(model_type="deepseek_v2", **_LATENT), "MLA"),
-        ("MambaForCausalLM", dict(model_type="mamba"), "state-space"),
+        (
+            "DeepseekV2ForCausalLM",
+            dict(model_type="deepseek_v2", **_LATENT),
+            r"not supported on the CPU.*wrong tokens.*MLA\. Use a GPU",
+        ),
+        ("MambaForCausalLM", dict(model_type="mamba"), "not supported on the CPU.*state-space"),
         (
             "WhisperForConditionalGeneration",
             dict(model_type="whisper", **_WHISPER),
             "encoder-decoder",
         ),
-        (
-            "MistralForCausalLM",
-            dict(model_type="mistral", sliding_window=128, intermediate_size=64),
-            "sliding window of 128 tokens in every layer",
-        ),
-        (
-            "BloomForCausalLM",
-            dict(model_type="bloom", n_head=4, n_layer=2, seq_length=2048),
-            "has ALiBi in every layer.*another method",
-        ),
-        ("FalconForCausalLM", dict(model_type="falcon", alibi=True), "has ALiBi in every layer"),
     ],
 )
-def test_models_that_cannot_be_made_sparse(tmp_path, architecture, config, named):
+def test_targets_that_are_refused(tmp_path, architecture, config, named):
     model = _config_only(tmp_path / "model", architectures=[architecture], **config)
     with pytest.raises(ValueError, match=named):
         engine_config(model, triforce(), max_model_len=None)
+
+
+_BLOOM = dict(model_type="bloom", n_head=4, n_layer=2, seq_length=2048)
+
+
+@pytest.mark.parametrize(
+    "architecture, config, reason",
+    [
+        (
+            "MistralForCausalLM",
+            dict(model_type="mistral", sliding_window=128, intermediate_size=64),
+            "each of its layers has a window of 128 tokens",
+        ),
+        ("BloomForCausalLM", _BLOOM, "layers with ALiBi stay dense"),
+        ("FalconForCausalLM", dict(model_type="falcon", alibi=True), "layers with ALiBi"),
+    ],
+)
+def test_level_2_steps_aside(tmp_path, logged, architecture, config, reason):
+    """The others speculate; who asks for level 2 is told why it takes no part."""
+    model = _config_only(tmp_path / "model", architectures=[architecture], **config)
+    vllm_config = engine_config(model, triforce(), max_model_len=None)
+    assert vllm_config.additional_config["triforce"]["levels"] == "1,3"
+    assert any(f"Level 2 takes no part: {reason}" in line for _, line in logged)
+    for keys in (
+        {"level2_model": "bfloat16"},
+        {"retrieval_budget": 512},
+        {"levels": "2,3"},
+        {"selection": "quest"},
+    ):
+        (name,) = keys
+        with pytest.raises(ValueError, match=rf"{name}=.*not supported with target.*{reason}"):
+            engine_config(model, triforce(**keys), max_model_len=None)
 
 
 def test_targets_that_are_fed_embeddings_are_refused(gqa_pair, monkeypatch):

@@ -6,13 +6,9 @@ straight to the full pass, as with ``levels="1,3"``.
 
 import dataclasses
 
-from vllm.logger import init_logger
-
 from vllm_triforce.config.check_draft import has_alibi, has_sinks
 from vllm_triforce.config.keys import KEYS
 from vllm_triforce.config.triforce_config import TriForceConfig
-
-logger = init_logger("vllm.triforce")
 
 
 def why_no_level2(model_config, is_cpu: bool) -> str | None:
@@ -81,7 +77,6 @@ def fit_levels(config: TriForceConfig, model_config, is_cpu: bool) -> TriForceCo
             f"{name}={value!r} is not supported with target {model_config.model!r}: {reason}, so "
             "level 2 takes no part. Leave it out."
         )
-    logger.info("TriForce's level 2 takes no part: %s.", reason)
     return dataclasses.replace(config, levels="1,3")
 
 

@@ -332,7 +332,12 @@ def _finish_config(vllm_config):
             "takes no part" if drafts_alone else f"drafts from {', '.join(resolved.sources)}",
         )
     elif not resolved.is_plain:
-        logger.info("TriForce drafts from %s for the full pass.", ", ".join(resolved.sources))
+        reason = why_no_level2(vllm_config.model_config, checks.is_cpu())
+        logger.info(
+            "TriForce drafts from %s. Level 2 takes no part: %s.",
+            ", ".join(resolved.sources),
+            reason or f"levels={resolved.levels!r}",
+        )
     return vllm_config
 
 

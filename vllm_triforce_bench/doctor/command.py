@@ -134,6 +134,8 @@ def examine(
     results["runs"] = vllm_config is not None
     if vllm_config is None:
         return results
+    if results["engine"]["no_level2"] is not None:
+        return results
     try:
         layers = layers_of(vllm_config)
         copy_bytes = level2_model_bytes(vllm_config, layers)

@@ -81,9 +81,7 @@ def _engine(results: dict[str, Any]) -> Rows:
     else:
         draft = results["draft"] or "no draft model"
         yield "level 1", f"{settings['draft_sources'].replace(',', ', ')} ({draft})"
-        budget = ResolvedConfig.from_dict(settings).budget_text
-        chunks = f"in chunks of {settings['block_size']}"
-        yield "level 2", f"{settings['selection']}, {budget} {chunks}"
+        yield "level 2", _level2(settings, results["no_level2"])
         lengths = []
         for name, choice in _LENGTHS.items():
             if choice not in results["chosen_while_running"]:
@@ -96,6 +94,13 @@ def _engine(results: dict[str, Any]) -> Rows:
         yield "KV in host memory", f"{settings['kv_offload_gib']:g} GiB a rank"
     for warning in results["warnings"]:
         yield "warning", warning
+
+
+def _level2(settings: dict[str, Any], no_level2: str | None) -> str:
+    config = ResolvedConfig.from_dict(settings)
+    if not config.uses_level2:
+        return f"takes no part: {no_level2 or 'levels=' + config.levels}"
+    return f"{config.selection}, {config.budget_text} in chunks of {config.block_size}"
 
 
 def _layers(results: dict[str, Any]) -> Rows:

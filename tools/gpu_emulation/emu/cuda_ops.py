@@ -117,6 +117,21 @@ def reshape_and_cache_flash(
     value_cache[blocks, offsets] = value[tokens]
 
 
+@stands_in_for("_C_cache_ops", "concat_and_cache_mla")
+def concat_and_cache_mla(
+    kv_c,  # [num_tokens, kv_lora_rank]
+    k_pe,  # [num_tokens, rope_dim]
+    kv_cache,  # [num_blocks, block_size, kv_lora_rank + rope_dim]
+    slot_mapping,
+    kv_cache_dtype,
+    scale,
+):
+    tokens = (slot_mapping >= 0).nonzero().flatten()
+    slots = slot_mapping[tokens]
+    blocks, offsets = slots // kv_cache.shape[1], slots % kv_cache.shape[1]
+    kv_cache[blocks, offsets] = torch.cat([kv_c, k_pe], dim=-1)[tokens]
+
+
 @stands_in_for("_vllm_fa3_C", "get_scheduler_metadata")
 def get_scheduler_metadata(batch_size, *args):
     # Only the real kernel reads it. The size is that of vLLM's buffer.
@@ -175,7 +190,8 @@ def flash_attention_3(
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError(f"FlashAttention 3 takes float16 and bfloat16, not {q.dtype}")
 
-    out = torch.empty_like(q) if out is None else out
+    # The values of MLA have another size than the queries.
+    out = q.new_empty(*q.shape[:-1], v.shape[-1]) if out is None else out
     lse = torch.full((q.shape[1], q.shape[0]), float("-inf"))
     starts = cu_seqlens_q.tolist()
     for i, (start, end) in enumerate(itertools.pairwise(starts)):
