@@ -8,9 +8,15 @@ from vllm.platforms import current_platform
 from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.core.head import fusion_of, num_states
-from vllm_triforce.core.kv_groups import KVGroup, check_kernel_blocks, group_layers
+from vllm_triforce.core.kv_groups import (
+    KVGroup,
+    check_kernel_blocks,
+    group_layers,
+    retrieval_block_size,
+)
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
@@ -73,8 +79,8 @@ class SpeculatorPartsV2:
             block_sizes,
             target_layers,
             platform_for(current_platform).retrieval(),
-            config,
         )
+        config = fit_blocks(config, retrieval_block_size(groups))
         self.num_slots = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
         limits = RowLimits(
