@@ -92,7 +92,8 @@ def _step3p5() -> tuple[dict, Shapes]:
         moe_num_experts=NUM_EXPERTS,
         moe_top_k=2,
         share_expert_dim=INNER,
-        moe_router_activation="sigmoid",
+        num_nextn_predict_layers=3,  # MTP layers, whose weights the target does not load
+        moe_router_activation="softmax",  # vLLM's CPU build has sigmoid with groups only
     )
     return keys, shapes
 
@@ -128,6 +129,7 @@ def _mimo_v2() -> tuple[dict, Shapes]:
         sliding_window_size=64,
         add_swa_attention_sink_bias=True,
         attention_value_scale=0.7,
+        layer_types=_KINDS,
         hybrid_layer_pattern=[1, 0, 1, 0],
         moe_layer_freq=[0, 1, 1, 1],
         n_routed_experts=NUM_EXPERTS,
