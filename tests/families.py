@@ -98,10 +98,13 @@ def _step3p5() -> tuple[dict, Shapes]:
     return keys, shapes
 
 
-def _mimo_v2() -> tuple[dict, Shapes]:
+def _mimo_v2(num_dense: int = 1) -> tuple[dict, Shapes]:
     """Return MiMo-V2: window layers have attention sinks and twice the KV heads.
 
     Values of the published models have fewer dimensions than keys, which vLLM's CPU build lacks.
+
+    Args:
+        num_dense: layers without experts.
     """
     shapes: Shapes = {}
     for i, kind in enumerate(_KINDS):
@@ -109,7 +112,7 @@ def _mimo_v2() -> tuple[dict, Shapes]:
         shapes |= _attention(layer, NUM_HEADS, 2 if kind == "full_attention" else 4)
         if kind != "full_attention":
             shapes[f"{layer}.self_attn.attention_sink_bias"] = (NUM_HEADS,)
-        if i == 0:
+        if i < num_dense:
             shapes |= _mlp(f"{layer}.mlp")
             continue
         shapes[f"{layer}.mlp.gate.weight"] = (NUM_EXPERTS, HIDDEN)
@@ -131,7 +134,7 @@ def _mimo_v2() -> tuple[dict, Shapes]:
         attention_value_scale=0.7,
         layer_types=_KINDS,
         hybrid_layer_pattern=[1, 0, 1, 0],
-        moe_layer_freq=[0, 1, 1, 1],
+        moe_layer_freq=[int(i >= num_dense) for i in range(NUM_LAYERS)],
         n_routed_experts=NUM_EXPERTS,
         num_experts_per_tok=2,
         n_group=1,
@@ -145,16 +148,20 @@ def _mimo_v2() -> tuple[dict, Shapes]:
     return keys, shapes
 
 
-FAMILIES: dict[str, Callable[[], tuple[dict, Shapes]]] = {
+FAMILIES: dict[str, Callable[..., tuple[dict, Shapes]]] = {
     "step3": _step3,
     "step3p5": _step3p5,
     "mimo-v2": _mimo_v2,
 }
 
 
-def make_family(folder: Path, name: str) -> str:
-    """Save a random model of one of ``FAMILIES`` in float32; return its folder."""
-    keys, shapes = FAMILIES[name]()
+def make_family(folder: Path, name: str, **changes) -> str:
+    """Save a random model of one of ``FAMILIES`` in float32; return its folder.
+
+    Args:
+        changes: arguments of its function.
+    """
+    keys, shapes = FAMILIES[name](**changes)
     for i in range(NUM_LAYERS):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"model.layers.{i}.{norm}.weight"] = (HIDDEN,)

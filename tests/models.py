@@ -390,7 +390,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "phi3": ("phi3", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
-    "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+    "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "num_experts": 4, "initializer_range": 0.2}),
     "seed-oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {}),
 }

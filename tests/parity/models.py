@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tests import joint
+from tests.families import make_family
 from tests.models import (
     PAIR,
     held_out_tokens,
@@ -54,6 +55,9 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
     mimo = make_mimo(folder / "mimo", **of_eight_shape)
     twelve = joint.make_models(folder)
     gemma3 = make_architecture(folder / "gemma3", "gemma3")
+    heads = dict(num_key_value_heads=4, num_global_key_value_heads=1, attention_k_eq_v=True)
+    gemma4 = make_architecture(folder / "gemma4", "gemma4-shared", **heads)
+    mimo_v2 = make_family(folder / "mimo-v2", "mimo-v2", num_dense=4)  # experts need a process
     head_of_pair = make_head(folder / "head", pair[0], draft_vocab=2048, layers=(1, 2, 3))
     # In the order of reading, the state before the first layer is the embedding.
     head_of_eight = make_head(folder / "head8", eight, draft_vocab=4, layers=(0, 1, 2))
@@ -74,6 +78,8 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
         ),
         "gqa": Model(gqa["target"], gqa["draft"], _random(4096)),
         "gemma3": Model(gemma3, "", _random(4000)),
+        "gemma4": Model(gemma4, "", _random(4000)),
+        "mimo-v2": Model(mimo_v2, "", _random(4000)),
         "eight": Model(
             eight,
             draft_of_eight,
