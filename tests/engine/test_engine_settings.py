@@ -6,11 +6,9 @@ Tensor and data parallelism start processes and take minutes on two cores: they 
 
 import json
 import os
-import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from vllm import SamplingParams
 from tests.child import results_of
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens
-from tests.inside import built, controller_of, worker_of
+from tests.inside import controller_of
 from tests.models import ROOT, make_architecture, make_int8
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.serving import MODEL, serve
@@ -31,6 +29,7 @@ pytestmark = pytest.mark.engine
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 # Of random tokens, without a tokenizer.
 TOKENS_ONLY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
+
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
 def test_a_copy_takes_what_the_doctor_says(pair, tmp_path, name):

@@ -588,7 +588,9 @@ def _windows() -> list[Case]:
         *(
             Case(
                 f"windows-{model}-dice",
-                promise.format(": output is stock's for any plan, level 2 is accepted and rejected"),
+                promise.format(
+                    ": output is stock's for any plan, level 2 is accepted and rejected"
+                ),
                 batch,
                 model=model,
                 keys={"retrieval_budget": 192, "min_context": 50},

@@ -202,7 +202,8 @@ def _group_layers(attn_groups: list[list[SimpleNamespace]], block_sizes: list[in
     names = [[n for kind in kinds for n in kind.layer_names] for kinds in attn_groups]
     groups = [SimpleNamespace(layer_names=of_group) for of_group in names]
     backend = SimpleNamespace(can_retrieve=str.islower)
-    layers = {name: name for name in sorted(sum(names, []), key=str.lower)}
+    in_order = sorted((name for of_group in names for name in of_group), key=str.lower)
+    layers = {name: name for name in in_order}
     config = SimpleNamespace(kv_cache_groups=groups)
     return group_layers(config, attn_groups, block_sizes, layers, backend)
 
