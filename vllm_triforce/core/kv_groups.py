@@ -73,7 +73,9 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
     Raises:
         ValueError: no layer can be sparse, or a layer is of an unknown kind.
     """
-    groups, sparse_names, sparse_builder = [], [], None
+    groups: list[KVGroup] = []
+    sparse_names: list[str] = []
+    sparse_builder = None
     for gid, spec in enumerate(kv_cache_config.kv_cache_groups):
         for layer_name in spec.layer_names:
             if layer_name not in target_layers:
