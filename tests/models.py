@@ -311,15 +311,89 @@ _TINY = dict(
     pad_token_id=0,
 )
 _WINDOWS = dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2)
+_EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=64)
+# Heads of full layers are twice as long. Their keys are the values too, and the fewer KV heads make
+# their KV blocks twice those of window layers.
+_GEMMA4 = dict(
+    tie_word_embeddings=True,
+    vocab_size_per_layer_input=4096,
+    hidden_size_per_layer_input=16,
+    global_head_dim=64,
+)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "apertus": ("apertus", {}),
+    "cohere2": ("cohere2", _WINDOWS),
+    "ernie4.5": ("ernie4_5", {}),
+    "ernie4.5-moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64},
+    ),
+    "exaone4": ("exaone4", _WINDOWS),
+    "exaone-moe": ("exaone_moe", {**_WINDOWS, **_EXPERTS, "num_experts": 4}),
     "gemma2": ("gemma2", {**_WINDOWS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", {**_WINDOWS, "query_pre_attn_scalar": 32}),
     "bloom": ("bloom", {"tie_word_embeddings": True}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **_WINDOWS,
+            **_GEMMA4,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+    ),
+    # The last two layers read the KV cache of those before them.
+    "gemma4-shared": (
+        "gemma4_text",
+        {
+            **_WINDOWS,
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": _WINDOWS["layer_types"] + _WINDOWS["layer_types"][:2],
+            "num_kv_shared_layers": 2,
+        },
+    ),
+    "glm4": ("glm4", {}),
+    "glm4-moe": (
+        "glm4_moe",
+        {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "use_qk_norm": True},
+    ),
     "gpt-oss": ("gpt_oss", {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite": ("granite", {}),
+    "granite-windows": ("granite_swa", _WINDOWS),
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    # vLLM's CPU build lacks the router of its experts.
+    "laguna": (
+        "laguna",
+        {
+            **_WINDOWS,
+            "num_attention_heads_per_layer": [8, 4, 8, 4],
+            "mlp_layer_types": ["dense"] * 4,
+        },
+    ),
+    # With softmax in the place of sigmoid, whose router vLLM's CPU build lacks.
+    "minimax-m2": (
+        "minimax_m2",
+        {
+            **_EXPERTS,
+            "num_local_experts": 4,
+            "rotary_dim": 16,
+            "scoring_func": "softmax",
+            "use_routing_bias": True,
+        },
+    ),
+    "ministral": ("ministral", _WINDOWS),
+    "ministral3": ("ministral3", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmo3": ("olmo3", _WINDOWS),
+    "phi3": ("phi3", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "num_experts": 4, "initializer_range": 0.2}),
+    "seed-oss": ("seed_oss", {}),
+    "smollm3": ("smollm3", {}),
 }
 
 

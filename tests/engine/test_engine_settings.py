@@ -6,11 +6,9 @@ Tensor and data parallelism start processes and take minutes on two cores: they 
 
 import json
 import os
-import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,8 +18,8 @@ from vllm import SamplingParams
 from tests.child import results_of
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens
-from tests.inside import built, controller_of, worker_of
-from tests.models import ARCHITECTURES, ROOT, make_architecture, make_int8
+from tests.inside import controller_of
+from tests.models import ROOT, make_architecture, make_int8
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.serving import MODEL, serve
 from vllm_triforce.metrics.report import counters_of
@@ -31,56 +29,6 @@ pytestmark = pytest.mark.engine
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 # Of random tokens, without a tokenizer.
 TOKENS_ONLY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
-# Half of the layers have a window, or none has, in the models of ``ARCHITECTURES``.
-HYBRID = {"gemma2", "gemma3", "gpt-oss"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.thorough] * (name in ("gemma2", "mistral", "qwen2", "qwen3"))
-        )
-        for name in ["mixtral", *sorted(ARCHITECTURES.keys() - {"mixtral", "bloom"})]
-    ],
-)
-def test_architecture(engines, tmp_path, name):
-    """Level 2 with a small budget is tested and rejected by level 3 and the output is stock's;
-    with a budget that covers everything, level 2 is the target, so nothing is rejected."""
-    if ARCHITECTURES[name][1].get("num_local_experts"):
-        # vLLM makes the group of the experts with the first engine of a process only.
-        engines.clear()
-    model = make_architecture(tmp_path / name, name)
-    draw = random.Random(0)
-    prompts = [[draw.randrange(2, 4096) for _ in range(n)] for n in (500, 120, 260)]
-    params = [TOKENS_ONLY] * 3
-    stock = engines.get(model, None, max_model_len=2048)
-    wanted = run(stock, prompts, params)
-    assert len(set(wanted[0].outputs[0].token_ids)) > 15, "too dull a model to test anything"
-
-    llm = engines.get(model, triforce(retrieval_budget=128), max_model_len=2048)
-    with speculating(llm):
-        assert assert_same_outputs(stock, wanted, run(llm, prompts, params)) == len(prompts)
-    level2 = built(llm).speculator.level2
-    num_dense = len(worker_of(llm).triforce.target_layers) - len(level2.attention.layers)
-    assert num_dense == (2 if name in HYBRID else 0)
-
-    if name == "mixtral":  # whose experts level 2's copy has for itself
-        keys = triforce(retrieval_budget=128, level2_model="bfloat16")
-        copied = engines.get(model, keys, max_model_len=2048)
-        with speculating(copied):
-            found = run(copied, prompts, params)
-        assert assert_same_outputs(stock, wanted, found) == len(prompts)
-        weights = built(copied).speculator.level2.model.named_parameters()
-        assert {w.dtype for named, w in weights if "expert" in named} == {torch.bfloat16}
-
-    cache = level2.cache
-    budget, cache.budget = cache.budget, replace(cache.budget, min_blocks=64, max_blocks=64)
-    before = counters_of(llm)
-    assert_same_outputs(stock, wanted, run(llm, prompts, params))
-    cache.budget = budget
-    counted = counters_of(llm).since(before)
-    assert counted.num_level2_accepted == counted.num_level2_drafted > 50
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])

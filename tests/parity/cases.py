@@ -547,23 +547,60 @@ CRAMPED = dict(
 
 
 def _windows() -> list[Case]:
+    batch = ((Request(0, 300, {"max_tokens": 16}), Request(300, 120, {"max_tokens": 16})),)
+    alike = dict(source="prompt_lookup", engine=SMALL)
+    families = {
+        "gemma4": "Layers that differ in the length of their heads, so that vLLM doubles KV blocks "
+        "of some, and layers that read another layer's KV cache{}.",
+        "mimo-v2": "Layers with a window that have attention sinks and twice the KV heads{}.",
+    }
     return [
-        Case(
-            f"windows-{name}",
-            "Layers with a sliding window, in a KV cache group of their own, stay dense at level "
-            "2; where the budget covers the context, level 2 is still the target.",
-            ((Request(0, 300, {"max_tokens": 16}), Request(300, 120, {"max_tokens": 16})),),
-            checks,
-            model="gemma3",
-            source="prompt_lookup",
-            keys={"retrieval_budget": budget, "min_context": 50},
-            engine=SMALL,
-            at_least=at_least,
-        )
-        for name, budget, checks, at_least in (
-            ("small", 128, ("stock",), {"num_level3_rejections": 1}),
-            ("covering", 1024, ("stock", "always right"), {"num_level2_drafted": 11}),
-        )
+        *(
+            Case(
+                f"windows-{name}",
+                "Layers with a sliding window, in a KV cache group of their own, stay dense at "
+                "level 2; where the budget covers the context, level 2 is still the target.",
+                batch,
+                checks,
+                model="gemma3",
+                keys={"retrieval_budget": budget, "min_context": 50},
+                at_least=at_least,
+                **alike,
+            )
+            for name, budget, checks, at_least in (
+                ("small", 128, ("stock",), {"num_level3_rejections": 1}),
+                ("covering", 1024, ("stock", "always right"), {"num_level2_drafted": 11}),
+            )
+        ),
+        *(
+            Case(
+                f"windows-{model}-covering",
+                promise.format(": level 2 is the target where its budget covers the context"),
+                batch,
+                ("stock", "always right"),
+                model=model,
+                keys={"retrieval_budget": 1024, "min_context": 50},
+                at_least={"num_level2_drafted": 11},
+                **alike,
+            )
+            for model, promise in families.items()
+        ),
+        *(
+            Case(
+                f"windows-{model}-dice",
+                promise.format(
+                    ": output is stock's for any plan, level 2 is accepted and rejected"
+                ),
+                batch,
+                model=model,
+                keys={"retrieval_budget": 192, "min_context": 50},
+                dice=1,
+                at_least={"num_level2_accepted": 1, "num_level3_rejections": 1},
+                skip={"host": "tests/engine/test_architectures.py has it, and larger batches"},
+                **alike,
+            )
+            for model, promise in families.items()
+        ),
     ]
 
 
@@ -1246,6 +1283,8 @@ THOROUGH = {
         "sampled-block",
         "sampled-full-budget",
         "shaped-full-window",
+        "windows-gemma4-dice",
+        "windows-mimo-v2-dice",
     },
     "host": {
         "greedy-gqa-draft_model-1-1-128",

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tests import joint
+from tests.families import make_family
 from tests.models import (
     PAIR,
     held_out_tokens,
@@ -58,6 +59,9 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
     windows = make_architecture(
         folder / "windows", "mistral", vocab_size=8, sliding_window=64, initializer_range=0.25
     )
+    heads = dict(num_key_value_heads=4, num_global_key_value_heads=1, attention_k_eq_v=True)
+    gemma4 = make_architecture(folder / "gemma4", "gemma4-shared", **heads)
+    mimo_v2 = make_family(folder / "mimo-v2", "mimo-v2", num_dense=4)  # experts need a process
     head_of_pair = make_head(folder / "head", pair[0], draft_vocab=2048, layers=(1, 2, 3))
     # In the order of reading, the state before the first layer is the embedding.
     head_of_eight = make_head(folder / "head8", eight, draft_vocab=4, layers=(0, 1, 2))
@@ -80,6 +84,8 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
         "gemma3": Model(gemma3, "", _random(4000)),
         "bloom": Model(bloom, "", _random(4000)),
         "windows": Model(windows, "", _random(8, least=0)),
+        "gemma4": Model(gemma4, "", _random(4000)),
+        "mimo-v2": Model(mimo_v2, "", _random(4000)),
         "eight": Model(
             eight,
             draft_of_eight,

@@ -187,20 +187,60 @@ def test_blocks_that_kernels_see_in_pieces_are_refused():
         check_kernel_blocks([16, 128], [16, 64])
 
 
-def test_blocks_of_a_size_that_came_too_late_are_refused_by_name():
+def _attn_group(builder: str, *names: str, padded: int | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        layer_names=list(names),
+        kv_cache_spec=SimpleNamespace(page_size_padded=padded),
+        get_metadata_builder=lambda: builder,
+    )
+
+
+def _group_layers(attn_groups: list[list[SimpleNamespace]], block_sizes: list[int]):
+    """Group layers, of which those with a name in capitals cannot retrieve."""
     from vllm_triforce.core.kv_groups import group_layers
 
-    groups = [SimpleNamespace(layer_names=["a"])]
-    backend = SimpleNamespace(can_retrieve=lambda layer: True)
-    with pytest.raises(ValueError, match=r"blocks of 128 tokens.*said 16; use --block-size 128"):
-        group_layers(
-            SimpleNamespace(kv_cache_groups=groups),
-            [[]],
-            [128],
-            {"a": object()},
-            backend,
-            SimpleNamespace(block_size=16),
-        )
+    names = [[n for kind in kinds for n in kind.layer_names] for kinds in attn_groups]
+    groups = [SimpleNamespace(layer_names=of_group) for of_group in names]
+    backend = SimpleNamespace(can_retrieve=str.islower)
+    in_order = sorted((name for of_group in names for name in of_group), key=str.lower)
+    layers = {name: name for name in in_order}
+    config = SimpleNamespace(kv_cache_groups=groups)
+    return group_layers(config, attn_groups, block_sizes, layers, backend)
+
+
+def test_layers_that_differ_within_a_group_have_their_own_builders():
+    """Those that retrieve are the most that are alike, in the order of the pass."""
+    kinds = [_attn_group("x", "a"), _attn_group("y", "d", "B", "c"), _attn_group("z", "E")]
+    (group,), sparse, builder = _group_layers([kinds], [32])
+    assert (sparse, builder) == (["c", "d"], "y")
+    assert group.sparse_layer_names == sparse
+    assert group.dense == [(["a"], "x"), (["B"], "y"), (["E"], "z")]
+    assert group.dense_layer_names == ["a", "B", "E"]
+
+
+def test_one_group_retrieves_whatever_the_size_of_its_blocks():
+    from vllm_triforce.core.kv_groups import retrieval_block_size
+
+    kinds = [[_attn_group("x", "A")], [_attn_group("y", "b")], [_attn_group("y", "c")]]
+    groups, sparse, _ = _group_layers(kinds, [32, 64, 64])
+    assert sparse == ["b"] and retrieval_block_size(groups) == 64
+    assert [group.dense_layer_names for group in groups] == [["A"], [], ["c"]]
+
+
+def test_blocks_with_padding_do_not_retrieve():
+    with pytest.raises(ValueError, match="no layer of the target has full attention"):
+        _group_layers([[_attn_group("x", "a", padded=4096)]], [32])
+
+
+def test_budgets_fit_the_blocks_that_vllm_makes():
+    from vllm_triforce.config import TriForceConfig
+    from vllm_triforce.config.budget import fit_blocks
+
+    config = TriForceConfig(retrieval_budget=128).with_defaults(can_adapt=False).resolve(32)
+    assert fit_blocks(config, 32) == config
+    fitted = fit_blocks(config, 64)
+    assert (fitted.retrieval_recent_tokens, fitted.retrieval_budget) == (64, 192)
+    assert fitted.budget.max_blocks - fitted.budget.recent == 2, "the first and one retrieved"
 
 
 @pytest.mark.parametrize(

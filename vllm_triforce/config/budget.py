@@ -1,6 +1,6 @@
 """Retrieval budget of a context: a share of it between two limits, which may be equal."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Blocks of context for each block of the budget, between the limits.
 CONTEXT_SHARE = 8
@@ -22,3 +22,24 @@ class RetrievalBudget:
     def of(self, num_blocks: int) -> int:
         """Return the budget of a context of ``num_blocks`` full blocks, which may be shorter."""
         return min(max(self.min_blocks, num_blocks // CONTEXT_SHARE), self.max_blocks)
+
+
+def fit_blocks(config, block_size: int):
+    """Return a ``ResolvedConfig`` for KV blocks of another size, its sizes rounded up to blocks.
+
+    vLLM gives layers larger blocks than it was configured with where other layers have longer
+    keys, and says so only once the model is loaded.
+    """
+
+    def fitted(num_tokens: int) -> int:
+        return -(-num_tokens // block_size) * block_size
+
+    recent = fitted(config.retrieval_recent_tokens)
+    least = recent + 2 * block_size  # the first chunk and one that is retrieved
+    return replace(
+        config,
+        block_size=block_size,
+        retrieval_recent_tokens=recent,
+        min_retrieval_budget=max(least, fitted(config.min_retrieval_budget)),
+        retrieval_budget=max(least, fitted(config.retrieval_budget)),
+    )

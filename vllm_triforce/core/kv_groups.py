@@ -18,10 +18,14 @@ class KVGroup:
 
     block_size: int
     sparse_layer_names: list[str]
-    dense_layer_names: list[str]
-    """Layers that level 2 runs as level 3 does, such as those with a sliding window."""
-    dense_builder: Any = None
-    """vLLM's metadata builder of the dense layers, if there are any."""
+    dense: list[tuple[list[str], Any]]
+    """Layers that level 2 runs as level 3 does, such as those with a sliding window: names of
+    layers that are alike, and vLLM's metadata builder of them."""
+
+    @property
+    def dense_layer_names(self) -> list[str]:
+        """Names of all dense layers."""
+        return [layer_name for layer_names, _ in self.dense for layer_name in layer_names]
 
 
 def attention_layers(vllm_config) -> dict[str, Attention]:
@@ -48,14 +52,18 @@ def check_kernel_blocks(block_sizes: list[int], kernel_block_sizes: list[int]) -
             )
 
 
-def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend, config):
+def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend):
     """Sort the target's layers into sparse and dense ones.
 
-    Sparse are the layers with full attention of the first KV cache group that has any.
+    Sparse are the layers with full attention of the first KV cache group that has any. Where a
+    group's layers differ in their heads, as vLLM's attention groups do, the most that are alike
+    are sparse: level 2 has one shape of queries and selections.
 
     Args:
+        kv_cache_config: the runner's, which has layers that read another layer's KV cache.
         attn_groups: vLLM's attention groups per KV cache group.
-        block_sizes: tokens per block of each KV cache group.
+        block_sizes: tokens per block of each KV cache group. They differ where keys of some layers
+            are longer.
         target_layers: attention layers of the target, by name.
         backend: level 2's attention of the platform.
 
@@ -63,38 +71,42 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
         The groups, the sparse layers and the sparse layers' metadata builder.
 
     Raises:
-        ValueError: no layer can be sparse, a layer is of an unknown kind, or the attention backend
-            chose another block size when the model was loaded.
+        ValueError: no layer can be sparse, or a layer is of an unknown kind.
     """
-    groups, sparse_layers, sparse_builder, sparse_gid = [], [], None, None
+    groups: list[KVGroup] = []
+    sparse_names: list[str] = []
+    sparse_builder = None
     for gid, spec in enumerate(kv_cache_config.kv_cache_groups):
-        group = KVGroup(block_sizes[gid], [], [])
         for layer_name in spec.layer_names:
-            layer = target_layers.get(layer_name)
-            if layer is None:
+            if layer_name not in target_layers:
                 raise ValueError(
                     f"layer {layer_name!r} is not an attention layer that TriForce knows"
                 )
-            fits = backend.can_retrieve(layer) and block_sizes[gid] == config.block_size
-            if fits and sparse_gid in (None, gid):
-                sparse_gid = gid
-                group.sparse_layer_names.append(layer_name)
-            else:
-                group.dense_layer_names.append(layer_name)
-        for attn_group in attn_groups[gid]:
-            if set(attn_group.layer_names) & set(group.sparse_layer_names):
-                sparse_builder = attn_group.get_metadata_builder()
-            if set(attn_group.layer_names) & set(group.dense_layer_names):
-                group.dense_builder = attn_group.get_metadata_builder()
-        order = list(target_layers)
-        group.sparse_layer_names.sort(key=order.index)
-        sparse_layers += [target_layers[layer_name] for layer_name in group.sparse_layer_names]
+        kinds = attn_groups[gid]
+        fitting = [_fitting(kind, target_layers, backend) for kind in kinds]
+        most = max(fitting, key=len, default=[]) if not sparse_names else []
+        if most:
+            sparse_names = most
+            sparse_builder = kinds[fitting.index(most)].get_metadata_builder()
+        group = KVGroup(block_sizes[gid], most, [])
+        for kind in kinds:
+            if names := [name for name in kind.layer_names if name not in most]:
+                group.dense.append((names, kind.get_metadata_builder()))
         groups.append(group)
-    if not sparse_layers:
-        if config.block_size in block_sizes:
-            raise ValueError(NO_SPARSE_LAYER)
-        raise ValueError(
-            f"vLLM made KV blocks of {block_sizes[0]} tokens once the model was loaded, where its "
-            f"configuration had said {config.block_size}; use --block-size {block_sizes[0]}"
-        )
-    return groups, sparse_layers, sparse_builder
+    if not sparse_names:
+        raise ValueError(NO_SPARSE_LAYER)
+    return groups, [target_layers[layer_name] for layer_name in sparse_names], sparse_builder
+
+
+def _fitting(attn_group, target_layers: dict[str, Attention], backend) -> list[str]:
+    """Return the layers of an attention group that can be sparse, in the order of the pass."""
+    # Blocks with padding between them cannot be split into blocks of one head.
+    if getattr(attn_group.kv_cache_spec, "page_size_padded", None) is not None:
+        return []
+    names = set(attn_group.layer_names)
+    return [n for n, layer in target_layers.items() if n in names and backend.can_retrieve(layer)]
+
+
+def retrieval_block_size(groups: list[KVGroup]) -> int:
+    """Return the tokens in a KV block of the layers that retrieve."""
+    return next(group.block_size for group in groups if group.sparse_layer_names)

@@ -201,7 +201,8 @@ def _init_rows_kernel(
         seed_ptr = (row_ptr + col.SEED).to(tl.pointer_type(tl.int64))
         tl.store(seed_ptr, tl.load(state_seeds_ptr + state))
         num_full = computed // block_size
-        num_blocks = reserved // block_size
+        # The group with the fewest tokens may have smaller blocks.
+        num_blocks = tl.cdiv(reserved, block_size)
         num_at_selection = num_full
         if refresh == col.UNUSED:
             tail = num_full

@@ -10,9 +10,10 @@ from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
+from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.config.draft_sources import SOURCES
 from vllm_triforce.controller import Controller
-from vllm_triforce.core.kv_groups import group_layers
+from vllm_triforce.core.kv_groups import group_layers, retrieval_block_size
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.levels import Level1
@@ -83,8 +84,8 @@ class SpeculatorPartsV1:
             block_sizes,
             target_layers,
             retrieval_attention,
-            config,
         )
+        config = fit_blocks(config, retrieval_block_size(groups))
         # Passes of level 2 that select by their own queries need none of the full passes.
         min_context = config.min_context if config.keeps_selections else sys.maxsize
         self.recorder = QueryRecorder(

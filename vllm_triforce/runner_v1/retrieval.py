@@ -98,10 +98,10 @@ class RetrievalLevel:
             tables = [block_tables[row] for row in rows]
             mapping = inputs.slot_mapping(tables, group.block_size)
             slots |= dict.fromkeys(group.sparse_layer_names + group.dense_layer_names, mapping)
-            if group.dense_layer_names:
+            if group.dense:
                 common = inputs.common_metadata(_padded(tables, self._device), mapping)
-                dense = group.dense_builder.build(0, common)
-                metadata |= dict.fromkeys(group.dense_layer_names, dense)
+            for layer_names, builder in group.dense:
+                metadata |= dict.fromkeys(layer_names, builder.build(0, common))
             if group.sparse_layer_names:
                 # Positions minus ``skipped`` are positions in the shortened sequences.
                 skipped, sparse_tables = self._skipped, self._sparse_tables

@@ -108,7 +108,6 @@ class PlainAdapterV2(BaseAdapterV2):
             self._runner.block_tables.block_sizes,
             self.target_layers,
             attention_class,
-            self.config,
         )
         offload.check_attached([layer.layer_name for layer in layers])
         attention_class(

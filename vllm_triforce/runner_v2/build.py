@@ -8,10 +8,16 @@ from vllm.platforms import current_platform
 from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.config.synthetic import rates_by_place
 from vllm_triforce.core.head import fusion_of, num_states
-from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers
+from vllm_triforce.core.kv_groups import (
+    KVGroup,
+    check_kernel_blocks,
+    group_layers,
+    retrieval_block_size,
+)
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
@@ -67,6 +73,20 @@ class SpeculatorPartsV2:
         offload: "OffloadedCache | None" = None,
     ) -> None:
         device, model_config = runner.device, vllm_config.model_config
+        groups, layers, builder = [], [], None
+        # Level 2's attention also stages layers whose KV cache lies in host memory.
+        has_level2 = config.uses_level2 or offload is not None
+        if has_level2:
+            block_sizes = runner.block_tables.block_sizes
+            check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
+            groups, layers, builder = group_layers(
+                kv_cache_config,
+                runner.attn_groups,
+                block_sizes,
+                target_layers,
+                platform_for(current_platform).retrieval(),
+            )
+            config = fit_blocks(config, retrieval_block_size(groups))
         self.num_slots = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
         limits = RowLimits(
@@ -78,6 +98,7 @@ class SpeculatorPartsV2:
         )
         num_tokens = config.num_speculative_tokens
         self.rows = Rows(self.num_slots, num_tokens, config.gamma, vocab_size, limits, device)
+        self.recorder = _query_recorder(config, runner, layers, model_config.dtype)
         self.tables = [
             torch.zeros_like(table.gpu[: self.num_slots])
             for table in runner.block_tables.block_tables
@@ -96,11 +117,9 @@ class SpeculatorPartsV2:
             device,
         )
         self.hidden_states = self._hidden_states(draft) if config.has_head else None
-        self.recorder = _query_recorder(config, runner, [], model_config.dtype)
         level2 = None
-        # Layers in host memory are staged by level 2's attention, whether or not it proposes.
-        if config.uses_level2 or offload is not None:
-            level2 = self._level2(level2_model, target_layers, runner, kv_cache_config, offload)
+        if has_level2:
+            level2 = self._level2(level2_model, groups, layers, builder, offload)
         self.speculator = self._speculator(level2, draft, runner, vocab_size)
 
     def _speculator(
@@ -149,25 +168,17 @@ class SpeculatorPartsV2:
     def _level2(
         self,
         level2_model: Level2Model,
-        target_layers: dict,
-        runner,
-        kv_cache_config,
+        groups: list[KVGroup],
+        layers: list,
+        builder: Any,
         offload: "OffloadedCache | None",
     ) -> RetrievalLevelV2:
-        """Build level 2 over the target's KV cache, and the recorder of its queries."""
+        """Build level 2 over the target's KV cache.
+
+        Args:
+            layers: attention layers that retrieve; ``builder`` builds their metadata.
+        """
         context, config = self.context, self.context.config
-        block_sizes = runner.block_tables.block_sizes
-        check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
-        groups, layers, builder = group_layers(
-            kv_cache_config,
-            runner.attn_groups,
-            block_sizes,
-            target_layers,
-            platform_for(current_platform).retrieval(),
-            config,
-        )
-        dtype = context.vllm_config.model_config.dtype
-        self.recorder = _query_recorder(config, runner, layers, dtype)
         sums = context.counters.sums
         pools, host_layers = {}, {}
         if offload is not None:

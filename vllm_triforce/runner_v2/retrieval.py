@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 
 class DenseLayers:
-    """Layers of one KV cache group that stay dense at level 2, as those with a sliding window.
+    """Layers of one kind that stay dense at level 2, as those with a sliding window.
 
     They read the same KV as in a full pass. All buffers have fixed addresses.
 
     Args:
+        names, builder: layers of a KV cache group that are alike (``KVGroup.dense``).
         inputs: input buffers of level 2's pass.
         seq_lens: [max_rows], int32, tokens of each row after the pass.
         table: [max_rows, width], int32, the rows' block tables in this group.
@@ -38,15 +39,17 @@ class DenseLayers:
 
     def __init__(
         self,
-        group: KVGroup,
+        names: list[str],
+        builder: Any,
+        block_size: int,
         inputs: PassInputs,
         seq_lens: torch.Tensor,
         table: torch.Tensor,
         max_seq_len: int,
     ) -> None:
-        self.names = group.dense_layer_names
-        self._builder: Any = group.dense_builder
-        self._block_size = group.block_size
+        self.names = names
+        self._builder = builder
+        self._block_size = block_size
         self._inputs = inputs
         self._seq_lens = seq_lens
         self._table = table
@@ -155,10 +158,15 @@ class RetrievalLevelV2:
         )
         self._dense = [
             DenseLayers(
-                group, self.model_pass.inputs, self._dense_seq_lens, table, self._max_position + 1
+                *kind,
+                group.block_size,
+                self.model_pass.inputs,
+                self._dense_seq_lens,
+                table,
+                self._max_position + 1,
             )
             for group, table in zip(groups, tables)
-            if group.dense_layer_names
+            for kind in group.dense
         ]
         self._has_adapters = adapters is not None
         self._rounds = graphed_rounds(self._forward, [self.model_pass], context, "level 2 round")
@@ -166,7 +174,7 @@ class RetrievalLevelV2:
     @property
     def can_capture(self) -> bool:
         """True if dense layers' metadata depends on shapes alone, as capture requires."""
-        builders = (group.dense_builder for group in self._groups if group.dense_layer_names)
+        builders = [builder for group in self._groups for _, builder in group.dense]
         return all(map(self._attention.has_static_metadata, builders))
 
     def capture(self, mode) -> None:

@@ -7,6 +7,8 @@ the draft's distributions. All checks run here, before weights load.
 """
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -208,8 +210,12 @@ def _wrap_create_speculative_config(original):
         has_draft = _split(self)[1].get("model")
         with refusing():
             _set_stock_config(self, target_model_config, target_parallel_config)
-        speculative_config = original(self, target_model_config, target_parallel_config)
-        if has_draft:  # else vLLM got the target in the draft's place
+        arguments = (self, target_model_config, target_parallel_config)
+        if not has_draft:  # vLLM gets the target in the draft's place
+            with _unchanged_draft():
+                speculative_config = original(*arguments)
+        else:
+            speculative_config = original(*arguments)
             with refusing():
                 _check_not_guessed(speculative_config, self.speculative_config["method"])
                 check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
@@ -226,6 +232,23 @@ def _wrap_create_speculative_config(original):
         return speculative_config
 
     return create_speculative_config
+
+
+@contextmanager
+def _unchanged_draft() -> Iterator[None]:
+    """Keep vLLM from turning the config of a target with MTP layers into theirs."""
+    from vllm.config import SpeculativeConfig
+
+    before = swaps.DRAFT_OVERRIDE.set(SpeculativeConfig, staticmethod(_unchanged))
+    try:
+        yield
+    finally:
+        swaps.DRAFT_OVERRIDE.set(SpeculativeConfig, staticmethod(before))
+
+
+def _unchanged(hf_config):
+    """Return a draft's config as it is; at the top, since vLLM pickles it with the config."""
+    return hf_config
 
 
 def _check_not_guessed(speculative_config, method: str) -> None:

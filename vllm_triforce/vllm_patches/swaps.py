@@ -140,6 +140,13 @@ ALLOCATE_KV_CACHE = Swap(
     "with `kv_offload_gib` the last layers' KV cache lies in host memory; set while vLLM allocates",
     "vLLM can place a layer's KV cache",
 )
+DRAFT_OVERRIDE = Swap(
+    "SpeculativeConfig",
+    "hf_config_override",
+    "without a draft model the target's name stands in the draft's place, and vLLM would take it "
+    "for the target's MTP layers, whose number limits lengths; set while the config is made",
+    _OUT_OF_TREE,
+)
 DRAFTER_LENGTH = Swap(
     "GPUModelRunner (V1)",
     "effective_drafter_max_model_len",

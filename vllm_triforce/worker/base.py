@@ -4,7 +4,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
+from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.config import ResolvedConfig, read_config
 from vllm_triforce.core.messages import attach_drafts
 from vllm_triforce.metrics.carrier import CounterSender
@@ -99,9 +101,12 @@ class TriForceWorkerMixin(Worker):
         if config.is_plain:
             return {}, 0.0
         target_layers = self.triforce.target_layers
+        can_retrieve = platform_for(current_platform).retrieval().can_retrieve
+        layers = {name: layer for name, layer in target_layers.items() if can_retrieve(layer)}
+        layers = layers or target_layers  # without any, allocate() says why
         return (
-            buffer_bytes(target_layers, self.triforce.draft_layers, config, self.vllm_config),
-            summary_bytes_per_kv_byte(target_layers, config, self.vllm_config),
+            buffer_bytes(layers, self.triforce.draft_layers, config, self.vllm_config),
+            summary_bytes_per_kv_byte(layers, config, self.vllm_config),
         )
 
     def plan_offload(self, device_bytes: int, summary_share: float) -> int:
@@ -122,7 +127,8 @@ class TriForceWorkerMixin(Worker):
                 super().initialize_from_config(kv_cache_config)
             max_len = self.vllm_config.model_config.max_model_len
             report_offload(self.offload, kv_cache_config, max_len)
-        self.triforce.allocate(kv_cache_config, self.offload)
+        # The runner's copy has the layers that read another layer's KV cache as well.
+        self.triforce.allocate(self.model_runner.kv_cache_config, self.offload)
 
     def compile_or_warm_up_model(self):
         # Before vLLM resets the seed, which it does last.

@@ -86,7 +86,10 @@ def _launch(self, *args, grid, warmup, **kwargs):
 
     def interpret() -> None:
         with torch._C.DisableTorchFunction(), np.errstate(all="ignore"):
-            _interpreter_of(self.fn).run(*args, grid=grid, warmup=False, **kwargs)
+            named, size = kwargs | dict(zip(self.arg_names, args)), grid
+            if callable(grid):  # it may replace arguments, which the interpreter's own call hides
+                size = grid(named)
+            _interpreter_of(self.fn).run(grid=size, warmup=False, **named)
         kernel.runs += 1
 
     graphs.perform(interpret)
