@@ -269,6 +269,7 @@ BY_HAND = {
     "runner_v2/adapters.py": {"self._state.__dict__", "self._state.drafts"},
     "runner_v2/grammar_masks.py": {"masks.__dict__"},
     "runner_v2/decode_graphs.py": {"replacement.__dict__", "replacement.recorder"},
+    "runner_v1/rejection.py": {"sampler.acceptance"},
     "runner_v2/rejection.py": {
         "sampler.__dict__",
         "sampler.draft_logits",

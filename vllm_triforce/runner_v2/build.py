@@ -1,5 +1,6 @@
 """Build TriForce's speculator for Model Runner V2."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -143,12 +144,13 @@ class SpeculatorPartsV2:
         draft_logits = DraftLogits.allocate(logits, scheduler_config.max_num_seqs)
         rates = self.context.vllm_config.speculative_config.synthetic_acceptance_rates
         if rates is not None:
-            draft_logits.synthetic = SyntheticTest(
+            synthetic = SyntheticTest(
                 rates_by_place(rates),
                 config.synthetic_level1_acceptance,
                 self.num_slots + scheduler_config.max_num_seqs,
                 self.context.device,
             )
+            draft_logits = replace(draft_logits, synthetic=synthetic)
         return SpeculatorV2(
             LevelParts(self.context, level1, level2, self.slots, draft_logits), sources
         )

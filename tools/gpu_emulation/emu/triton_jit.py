@@ -165,12 +165,25 @@ def _give_libdevice_to_interpreter() -> None:
         setattr(libdevice, name, interpreted(function))
 
 
+def _give_dependent_launches_to_interpreter() -> None:
+    """Do nothing where an interpreted kernel waits for another, or lets one begin."""
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        compiled = getattr(tl.extra.cuda, name)
+
+        @functools.wraps(compiled)  # which marks it as a part of the language
+        def call(_semantic=None, compiled=compiled):
+            return None if _semantic is None else compiled(_semantic=_semantic)
+
+        setattr(tl.extra.cuda, name, call)
+
+
 def install() -> None:
     CudaDriver.is_active = staticmethod(lambda: True)
     driver.set_active(H200Driver())
     _mend_index_of_scalars()
     _patch_the_language_once()
     _give_libdevice_to_interpreter()
+    _give_dependent_launches_to_interpreter()
     bfloat16.install()
     jit.JITFunction.run = _launch
     jit.JITFunction.__call__ = _call_from_kernel
