@@ -76,6 +76,7 @@ def _interpreter_of(fn) -> interpreter.InterpretedFunction:
 def _launch(self, *args, grid, warmup, **kwargs):
     """Replace ``JITFunction.run``; kernels that do not compile are reported and interpreted."""
     kernel = report.kernel(f"{self.fn.__module__}.{self.fn.__name__}")
+    _mend_aliases(self.fn.__globals__)
     try:
         compiled = _compile(self, *args, grid=grid, warmup=True, **kwargs)
         kernel.variants.add(getattr(compiled, "hash", None))
@@ -93,6 +94,23 @@ def _launch(self, *args, grid, warmup, **kwargs):
         kernel.runs += 1
 
     graphs.perform(interpret)
+
+
+def _mend_aliases(names: dict) -> None:
+    """Let a module's own names for parts of the language (``exp = tl.exp``) be interpreted too.
+
+    The interpreter replaces the attributes of ``tl`` alone.
+    """
+    for name, value in list(names.items()):
+        if inspect.isfunction(value) and getattr(tl, value.__name__, None) is value:
+
+            @functools.wraps(value)  # which marks it as a part of the language
+            def call(*args, _semantic=None, compiled=value, **kwargs):
+                if _semantic is None:
+                    return getattr(tl, compiled.__name__)(*args, **kwargs)
+                return compiled(*args, _semantic=_semantic, **kwargs)
+
+            names[name] = call
 
 
 def _call_from_kernel(self, *args, **kwargs):
