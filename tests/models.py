@@ -333,6 +333,21 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "gemma2": ("gemma2", {**_WINDOWS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", {**_WINDOWS, "query_pre_attn_scalar": 32}),
     "bloom": ("bloom", {"tie_word_embeddings": True}),
+    # Latent vectors and heads of the sizes that kernels of GPUs take.
+    "deepseek-v2": (
+        "deepseek_v2",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "head_dim": 64,
+            "first_k_dense_replace": 4,
+            "mlp_layer_types": ["dense"] * 4,
+        },
+    ),
     "gemma4": (
         "gemma4_text",
         {

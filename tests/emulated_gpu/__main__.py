@@ -27,12 +27,12 @@ class Runner:
 
     Args:
         work: what they read and write.
-        models: folders of target, draft and head, without and with sliding windows.
+        models: folders of target, draft and head, by the kind of the target.
         on_device: run on a real GPU; ``PYTHONPATH`` has vLLM there.
     """
 
     def __init__(
-        self, work: Path, models: dict[bool, tuple[str, str, str]], on_device: bool = False
+        self, work: Path, models: dict[str, tuple[str, str, str]], on_device: bool = False
     ) -> None:
         self._work = work
         self._models = models
@@ -55,7 +55,7 @@ class Runner:
         asked, result, log = (
             self._work / f"{case.name}.{kind}" for kind in ("asked", "json", "log")
         )
-        target, draft, head = self._models[case.windows]
+        target, draft, head = self._models[case.target]
         task = {"case": dataclasses.asdict(case), "target": target, "draft": draft, "head": head}
         asked.write_text(json.dumps(task))
         child = ["-m", "tests.emulated_gpu.run_case", str(asked), str(result)]
@@ -137,14 +137,13 @@ def run_all(cases: list[Case], num_jobs: int, on_device: bool = False) -> list[V
     verdicts, results = [], {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_jobs) as pool:
         models = {
-            windows: make_models(Path(folder) / f"windows-{windows}", windows)
-            for windows in {case.windows for case in cases}
+            kind: make_models(Path(folder) / kind, kind) for kind in {case.target for case in cases}
         }
-        exact = {windows: Exact(target) for windows, (target, *_) in models.items()}
+        exact = {kind: Exact(target) for kind, (target, *_) in models.items()}
         for verdict in pool.map(Runner(Path(folder), models, on_device), cases):
             if verdict.result is not None:
                 results[verdict.case] = verdict.result
-                judge(verdict, results, exact[verdict.case.windows])
+                judge(verdict, results, exact[verdict.case.target])
             verdicts.append(verdict)
             print(line(verdict), flush=True)
     return verdicts

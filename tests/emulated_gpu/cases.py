@@ -9,6 +9,8 @@ from vllm_triforce.selection import POLICIES
 
 # Each backend in the type in which it can be compared: FlashAttention has no float32.
 BACKENDS = {"FLASH_ATTN": "bfloat16", "TRITON_ATTN": "float32"}
+# Of a target with multi-head latent attention, for which level 2 takes no part.
+MLA = "TRITON_MLA"
 PLANS = ("fixed", "dice")
 # Offloaded, one request at a time, with windows: not the first and the last, for one layer with
 # full attention is staged for all.
@@ -49,7 +51,14 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        return BACKENDS[self.backend]
+        return BACKENDS.get(self.backend, "bfloat16")
+
+    @property
+    def target(self) -> str:
+        """Kind of the target (``requests.py``)."""
+        if self.backend == MLA:
+            return "deepseek-v2"
+        return "gemma3" if self.windows else "llama"
 
     @property
     def reference(self) -> "Case":
@@ -64,7 +73,7 @@ class Case:
     @property
     def num_tokens(self) -> int:
         """That a request asks for at most. Triton's attention takes its time in the interpreter."""
-        return 14 if self.backend == "FLASH_ATTN" else 8
+        return 8 if self.backend == "TRITON_ATTN" else 14
 
     @property
     def has_draft(self) -> bool:
@@ -95,8 +104,19 @@ def every_case() -> list[Case]:
         Case("TRITON_ATTN", "draft_model", "retrieval", "fixed", graphs=graphs, copies=True)
         for graphs in (False, True)
     ]
+    latent = [
+        Case(MLA, *way, graphs=graphs)
+        for way in ((), ("prompt_lookup", "", "fixed"))
+        for graphs in (False, True)
+    ]
     # A draft has layers of one kind, and the target with windows gives no states to a head.
-    return stock + plain + copies + [its for its in cases if not (its.windows and its.has_draft)]
+    return (
+        stock
+        + plain
+        + copies
+        + latent
+        + [its for its in cases if not (its.windows and its.has_draft)]
+    )
 
 
 # Any two of a source, a policy and a plan come together; on TRITON_ATTN, with which a case takes
@@ -126,6 +146,7 @@ def default_cases() -> list[Case]:
         if not case.offload or case.name.startswith(_ONCE["offload"])
         if not case.windows or case.name.startswith(_ONCE["windows"])
         if not case.source
+        or case.backend == MLA
         or (case.source, case.selection, case.plan)
         in (_PAIRS if case.backend == "FLASH_ATTN" else _FEW)
         or not {case.source, case.selection} <= named

@@ -63,17 +63,17 @@ REQUESTS = (
 )
 
 
-def make_models(folder: Path, windows: bool = False) -> tuple[str, str, str]:
+def make_models(folder: Path, kind: str) -> tuple[str, str, str]:
     """A random target, the target disturbed a little as its draft, and a random EAGLE-3 head.
 
     Args:
-        windows: whether every other layer of it has a sliding window.
+        kind: of the target: "llama", or one of ``ARCHITECTURES``, which gets no head.
     """
     from transformers import AutoModelForCausalLM
 
-    if windows:
+    if kind != "llama":
         changes = dict(vocab_size=VOCAB_SIZE, max_position_embeddings=1024, query_scale=2)
-        target = make_architecture(folder / "target", "gemma3", **changes)
+        target = make_architecture(folder / "target", kind, **changes)
     else:
         shape = dict(vocab_size=VOCAB_SIZE, hidden_size=128, num_heads=4, num_kv_heads=2)
         target = make_llama(
@@ -86,6 +86,6 @@ def make_models(folder: Path, windows: bool = False) -> tuple[str, str, str]:
             weight.add_(0.03 * weight.std() * torch.randn_like(weight))
     draft.save_pretrained(folder / "draft")
     head = ""
-    if not windows:
+    if kind == "llama":
         head = make_head(folder / "head", target, draft_vocab=VOCAB_SIZE // 2, layers=(0, 1, 2))
     return target, str(folder / "draft"), head

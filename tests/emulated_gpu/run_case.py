@@ -54,7 +54,11 @@ def make_engine(case: Case, target: str, draft: str, head: str):
         topk_topp_sampler.HAS_TRITON = False
     triforce = None
     if case.source:
-        triforce = TRIFORCE | {"draft_sources": case.source, "selection": case.selection}
+        triforce = TRIFORCE | {"draft_sources": case.source}
+        if case.selection:
+            triforce["selection"] = case.selection
+        else:  # level 2 takes no part
+            del triforce["retrieval_budget"]
         if case.source == HEAD_SOURCE:
             del triforce["num_sink_tokens"]
         if case.has_draft:

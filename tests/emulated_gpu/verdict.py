@@ -90,7 +90,7 @@ def judge(verdict: Verdict, results: dict[Case, dict], exact: Exact) -> None:
         _judge_seeded(verdict, result, results.get(case.eager))
         if result["graphs"][1] == 0:
             verdict.faults.append("no graph was replayed")
-        if case.source:
+        if case.selection:  # prompt lookup by itself has no rounds that are captured
             _judge_rounds(verdict, result["replayed_rounds"])
     if case.plan:
         _judge_counters(verdict, result["counters"])
@@ -144,12 +144,8 @@ def _judge_counters(verdict: Verdict, counters: dict[str, int]) -> None:
         if counters["num_proposals"]:
             verdict.faults.append("something was proposed")
         return
-    wanted = {
-        "num_level2_passes",
-        "num_level2_drafted",
-        "num_level2_accepted",
-        "num_level3_rejections",
-    }
+    wanted = {"num_level2_drafted", "num_level2_accepted", "num_level3_rejections"}
+    wanted.add("num_level2_passes" if verdict.case.selection else "num_direct_proposals")
     if verdict.case.plan == "dice" and verdict.case.has_draft:
         wanted.add("num_direct_proposals")
     verdict.faults += [f"{name} is 0" for name in sorted(wanted) if counters[name] == 0]

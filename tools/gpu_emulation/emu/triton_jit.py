@@ -6,6 +6,8 @@ its algorithm is right in numpy, but not that the machine code computes the same
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -90,7 +92,8 @@ def _launch(self, *args, grid, warmup, **kwargs):
             named, size = kwargs | dict(zip(self.arg_names, args)), grid
             if callable(grid):  # it may replace arguments, which the interpreter's own call hides
                 size = grid(named)
-            _interpreter_of(self.fn).run(grid=size, warmup=False, **named)
+            with _loop_indices(self.fn.__globals__):
+                _interpreter_of(self.fn).run(grid=size, warmup=False, **named)
         kernel.runs += 1
 
     graphs.perform(interpret)
@@ -111,6 +114,23 @@ def _mend_aliases(names: dict) -> None:
                 return compiled(*args, _semantic=_semantic, **kwargs)
 
             names[name] = call
+
+
+class _LoopIndex(int):
+    """Index of a loop, which is a tensor where it is compiled and a number where interpreted."""
+
+    def to(self, dtype):
+        return self
+
+
+@contextmanager
+def _loop_indices(names: dict) -> Iterator[None]:
+    """Let a kernel's loops have indices with the methods of tensors that kernels call."""
+    names["range"] = lambda *bounds: map(_LoopIndex, range(*map(int, bounds)))
+    try:
+        yield
+    finally:
+        del names["range"]
 
 
 def _call_from_kernel(self, *args, **kwargs):
