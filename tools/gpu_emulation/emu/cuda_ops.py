@@ -132,6 +132,52 @@ def concat_and_cache_mla(
     kv_cache[blocks, offsets] = torch.cat([kv_c, k_pe], dim=-1)[tokens]
 
 
+@stands_in_for("_C_cache_ops", "gather_and_maybe_dequant_cache")
+def gather_and_maybe_dequant_cache(
+    src_cache,  # [num_blocks, block_size, kv_lora_rank + rope_dim]
+    dst,  # [num_tokens or more, kv_lora_rank + rope_dim], written
+    block_table,  # [num_seqs, max_blocks]
+    cu_seq_lens,  # [num_seqs + 1]
+    token_to_seq,  # [num_tokens]
+    num_tokens,
+    kv_cache_dtype,
+    scale,
+    seq_starts,  # [num_seqs], first position of each sequence; None for 0
+):
+    sequences = token_to_seq[:num_tokens].long()
+    positions = torch.arange(num_tokens) - cu_seq_lens[sequences]
+    if seq_starts is not None:
+        positions = positions + seq_starts[sequences]
+    size = src_cache.shape[1]
+    blocks = block_table[sequences, positions // size].long()
+    dst[:num_tokens] = src_cache[blocks, positions % size]
+
+
+@stands_in_for("_C", "merge_attn_states")
+def merge_attn_states(
+    output,  # [num_tokens, num_heads, head_dim], written
+    output_lse,  # [num_heads, num_tokens] as all of them, written; None if not asked for
+    prefix_output,
+    prefix_lse,
+    suffix_output,
+    suffix_lse,
+    num_with_prefix=None,  # first tokens, which have a prefix; None for all
+    output_scale=None,
+):
+    if output_scale is not None:
+        raise NotImplementedError("the emulated attention states have no fp8")
+    merged = torch.logaddexp(prefix_lse.float(), suffix_lse.float())
+    if num_with_prefix is not None:
+        merged[:, num_with_prefix:] = suffix_lse[:, num_with_prefix:]
+        prefix_lse = prefix_lse.clone()
+        prefix_lse[:, num_with_prefix:] = float("-inf")
+    shares = (torch.exp(lse.float() - merged).T.unsqueeze(-1) for lse in (prefix_lse, suffix_lse))
+    parts = [share * part.float() for share, part in zip(shares, (prefix_output, suffix_output))]
+    output.copy_(parts[0].nan_to_num_(0.0) + parts[1])
+    if output_lse is not None:
+        output_lse.copy_(merged)
+
+
 @stands_in_for("_vllm_fa3_C", "get_scheduler_metadata")
 def get_scheduler_metadata(batch_size, *args):
     # Only the real kernel reads it. The size is that of vLLM's buffer.
