@@ -354,13 +354,9 @@ def _finish_config(vllm_config):
             resolved.selection,
             "takes no part" if drafts_alone else f"drafts from {', '.join(resolved.sources)}",
         )
-    elif not resolved.is_plain:
-        reason = why_no_level2(vllm_config.model_config, checks.is_cpu())
-        logger.info(
-            "TriForce drafts from %s. Level 2 takes no part: %s.",
-            ", ".join(resolved.sources),
-            reason or f"levels={resolved.levels!r}",
-        )
+    elif reason := why_no_level2(vllm_config.model_config, checks.is_cpu()):
+        sources = ", ".join(resolved.sources)
+        logger.info("TriForce drafts from %s. Level 2 takes no part: %s.", sources, reason)
     return vllm_config
 
 
