@@ -43,10 +43,8 @@ _MAX_SLOWDOWN = 0.05
 _MIN_BUDGET, _MAX_BUDGET, _MAX_RECENT = 512, 4096, 128
 
 # Keys of level 1's drafts whose default shows that they are not given.
-LEVEL1_KEYS = (
-    *("gamma", "draft_sources", "prompt_lookup_max", "num_sink_tokens"),
-    "synthetic_level1_acceptance",
-)
+LEVEL1_KEYS: tuple[str, ...] = ("gamma", "draft_sources", "prompt_lookup_max", "num_sink_tokens")
+LEVEL1_KEYS += ("synthetic_level1_acceptance",)
 
 # Policies that have kernels for selection inside Runner V2's passes (kernels/pass_selection.py).
 _PASS_KERNELS = ("retrieval",)
@@ -67,6 +65,11 @@ class ResolvedConfig(Keys):
     def uses_level2(self) -> bool:
         """True if level 2 takes part."""
         return "2" in self.levels.split(",")
+
+    @property
+    def builds_level2(self) -> bool:
+        """True if level 2 is built, which also stages layers with KV in host memory."""
+        return self.uses_level2 or self.kv_offload_gib is not None
 
     @property
     def max_batch(self) -> int:

@@ -56,8 +56,8 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
     """Sort the target's layers into sparse and dense ones.
 
     Sparse are the layers with full attention of the first KV cache group that has any. Where a
-    group's layers differ in their heads, as vLLM's attention groups do, the most that are alike
-    are sparse: level 2 has one shape of queries and selections.
+    group's layers differ in their heads, which is one of vLLM's attention groups for each kind, the
+    largest of these is sparse: level 2 has one shape of queries and selections.
 
     Args:
         kv_cache_config: the runner's, which has layers that read another layer's KV cache.
@@ -84,13 +84,13 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
                 )
         kinds = attn_groups[gid]
         fitting = [_fitting(kind, target_layers, backend) for kind in kinds]
-        most = max(fitting, key=len, default=[]) if not sparse_names else []
-        if most:
-            sparse_names = most
-            sparse_builder = kinds[fitting.index(most)].get_metadata_builder()
-        group = KVGroup(block_sizes[gid], most, [])
+        retrieving = max(fitting, key=len, default=[]) if not sparse_names else []
+        if retrieving:
+            sparse_names = retrieving
+            sparse_builder = kinds[fitting.index(retrieving)].get_metadata_builder()
+        group = KVGroup(block_sizes[gid], retrieving, [])
         for kind in kinds:
-            if names := [name for name in kind.layer_names if name not in most]:
+            if names := [name for name in kind.layer_names if name not in retrieving]:
                 group.dense.append((names, kind.get_metadata_builder()))
         groups.append(group)
     if not sparse_names:

@@ -1,6 +1,7 @@
 """Builds Runner V1's speculator from the loaded models and vLLM's KV cache."""
 
 import sys
+from typing import Any
 
 from vllm.platforms import current_platform
 
@@ -10,10 +11,11 @@ from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.config.draft_sources import SOURCES
 from vllm_triforce.controller import Controller
-from vllm_triforce.core.kv_groups import group_layers, retrieval_block_size
+from vllm_triforce.core.kv_groups import KVGroup, group_layers, retrieval_block_size
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.levels import Level1
@@ -46,12 +48,18 @@ class SpeculatorPartsV1:
     ) -> None:
         vllm_config, config, device = parts.vllm_config, parts.config, parts.device
         self.counters = LevelCounters()
-        self.recorder = QueryRecorder(0, config.num_speculative_tokens + 1, sys.maxsize)
+        groups, layers, builder = [], [], None
+        if config.uses_level2:
+            groups, layers, builder = group_layers(
+                kv_cache_config, attn_groups, block_sizes, target_layers, ragged_attention()
+            )
+            config = fit_blocks(config, retrieval_block_size(groups))
+        # Passes of level 2 that select by their own queries need none of the full passes.
+        min_context = config.min_context if config.keeps_selections else sys.maxsize
+        self.recorder = QueryRecorder(len(layers), config.num_speculative_tokens + 1, min_context)
         level2: RetrievalLevel | NoLevel2 = NoLevel2()
         if config.uses_level2:
-            level2 = self._level2(
-                parts, level2_model, target_layers, kv_cache_config, attn_groups, block_sizes
-            )
+            level2 = self._level2(parts, config, level2_model, groups, layers, builder)
         sources = [SOURCES[name].build(parts) for name in config.sources]
         controller = Controller(config, [source.traits() for source in sources])
         self.speculator = SpeculatorV1(
@@ -69,35 +77,25 @@ class SpeculatorPartsV1:
     def _level2(
         self,
         parts: SourceParts,
+        config: ResolvedConfig,
         level2_model: Level2Model,
-        target_layers: dict,
-        kv_cache_config,
-        attn_groups,
-        block_sizes: list[int],
+        groups: list[KVGroup],
+        layers: list,
+        builder: Any,
     ) -> RetrievalLevel:
-        """Build level 2 over the target's KV cache, and the recorder of its queries."""
-        vllm_config, config, device = parts.vllm_config, parts.config, parts.device
-        retrieval_attention = ragged_attention()
-        groups, sparse_layers, sparse_builder = group_layers(
-            kv_cache_config,
-            attn_groups,
-            block_sizes,
-            target_layers,
-            retrieval_attention,
-        )
-        config = fit_blocks(config, retrieval_block_size(groups))
-        # Passes of level 2 that select by their own queries need none of the full passes.
-        min_context = config.min_context if config.keeps_selections else sys.maxsize
-        self.recorder = QueryRecorder(
-            len(sparse_layers), config.num_speculative_tokens + 1, min_context
-        )
-        attention = retrieval_attention(sparse_layers, sparse_builder, self.recorder)
+        """Build level 2 over the target's KV cache.
+
+        Args:
+            config: ``parts.config``, fitted to the KV blocks of the layers that retrieve.
+            layers: attention layers that retrieve; ``builder`` builds their metadata.
+        """
+        attention = ragged_attention()(layers, builder, self.recorder)
         policy = POLICIES[config.policy]()
         summaries = allocate_summaries(
             policy,
-            sparse_layers,
-            vllm_config.model_config.dtype,
-            device,
+            layers,
+            parts.vllm_config.model_config.dtype,
+            parts.device,
             attention.block_summaries(),
         )
         cache = RetrievalCache(
@@ -108,7 +106,7 @@ class SpeculatorPartsV1:
             refresh_interval=config.refresh_interval,
             head_strides=attention.head_strides(),
         )
-        return RetrievalLevel(level2_model, groups, attention, cache, device)
+        return RetrievalLevel(level2_model, groups, attention, cache, parts.device)
 
 
 def ragged_attention() -> type[RaggedRetrievalAttention]:

@@ -131,8 +131,12 @@ class Calibration:
     def _level2_passes(
         self, num_rows: int, repeats: int
     ) -> tuple[list[tuple[float, float]], list[tuple[float, list[tuple[float, float]]]]]:
-        """Return ``Measurements``' ``level2_by_tokens`` and ``level2_by_batch``, for 1 and
-        ``num_rows`` requests; 0 seconds where level 2 takes no part."""
+        """Measure passes of level 2 of one request and of ``num_rows``.
+
+        Returns:
+            ``level2_by_tokens`` and ``level2_by_batch`` of ``Measurements``; 0 seconds where level
+            2 takes no part.
+        """
         context = float(self._context)
         if self._retrieval is None:
             return [(1.0, 0.0)], [(1.0, [(context, 0.0)])]

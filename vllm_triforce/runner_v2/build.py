@@ -75,9 +75,7 @@ class SpeculatorPartsV2:
     ) -> None:
         device, model_config = runner.device, vllm_config.model_config
         groups, layers, builder = [], [], None
-        # Level 2's attention also stages layers whose KV cache lies in host memory.
-        has_level2 = config.uses_level2 or offload is not None
-        if has_level2:
+        if config.builds_level2:
             block_sizes = runner.block_tables.block_sizes
             check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
             groups, layers, builder = group_layers(
@@ -119,7 +117,7 @@ class SpeculatorPartsV2:
         )
         self.hidden_states = self._hidden_states(draft) if config.has_head else None
         level2 = None
-        if has_level2:
+        if config.builds_level2:
             level2 = self._level2(level2_model, groups, layers, builder, offload)
         self.speculator = self._speculator(level2, draft, runner, vocab_size)
 

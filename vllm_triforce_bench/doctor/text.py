@@ -97,6 +97,7 @@ def _engine(results: dict[str, Any]) -> Rows:
 
 
 def _level2(settings: dict[str, Any], no_level2: str | None) -> str:
+    """Describe level 2, or why it takes no part."""
     config = ResolvedConfig.from_dict(settings)
     if not config.uses_level2:
         return f"takes no part: {no_level2 or 'levels=' + config.levels}"
