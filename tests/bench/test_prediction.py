@@ -48,8 +48,10 @@ def predictor(machine="H200", model="llama-3.1-8b") -> Predictor:
 
 
 def test_sizes_are_those_of_the_models():
-    billions = [model.weights / 1e9 for model in MODELS.values()]
-    assert billions == pytest.approx([6.74, 8.03, 8.19, 30.53], abs=0.005)
+    billions = {name: model.weights / 1e9 for name, model in MODELS.items()}
+    smollm2 = billions.pop("smollm2-mha")  # 0.135 with 3 KV heads a layer; 6 more are 13 million
+    assert smollm2 == pytest.approx(0.148, abs=0.001)
+    assert list(billions.values()) == pytest.approx([6.74, 8.03, 8.19, 30.53], abs=0.005)
     moe = MODELS["qwen3-30b-a3b"]
     active = moe.dense_weights + moe.layers * moe.active_experts * moe.expert_weights
     assert active / 1e9 == pytest.approx(3.04, abs=0.01), "3.3 with the embedding"
