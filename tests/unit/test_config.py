@@ -115,6 +115,8 @@ def test_default_sources_follow_the_model_and_the_controller():
     assert sources() == ("prompt_lookup",)
     assert sources("draft") == ("draft_model", "prompt_lookup")
     assert sources("draft", can_adapt=False) == sources("draft", gamma=2) == ("draft_model",)
+    assert sources("draft", levels="1,3") == ("draft_model", "prompt_lookup")
+    assert sources("draft", levels="1,3", adaptive=False) == ("draft_model",)
     assert sources("draft", draft_sources="draft_model") == ("draft_model",)
     both = "prompt_lookup, draft_model"
     assert sources("draft", draft_sources=both) == ("prompt_lookup", "draft_model")

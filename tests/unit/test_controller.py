@@ -448,6 +448,14 @@ def test_given_values_are_not_chosen():
     assert by_length.choose([Candidate("a", 10, 5)]) == [PLAIN]
 
 
+def test_without_level2_a_source_is_chosen():
+    """The draft where nothing matches; prompt lookup, which takes no pass, by a long match."""
+    found = controller(LONG_PAYS, levels="1,3")
+    assert [c.route for c in found.choose([Candidate("a", 50_000, 8)])] == [DRAFT]
+    matching = Candidate("b", 50_000, 8, matched(8))
+    assert [c.route for c in found.choose([matching])] == [LOOKUP]
+
+
 def test_a_seeded_request_does_not_depend_on_times():
     """Decide alike on a fast and a slow machine."""
     seeded = Candidate("a", 20_000, 16, match_classes=matched(5), has_seed=True)

@@ -38,6 +38,12 @@ def model_config(text: dict | None = None, window: int | None = None, **facts) -
             None,
         ),
         (model_config({"model_type": "gpt_oss"}), "attention sinks", None),
+        (model_config({"model_type": "mimo_v2_flash", "head_dim": 32}), None, None),
+        (
+            model_config({"model_type": "mimo_v2_flash", "head_dim": 192, "v_head_dim": 128}),
+            "192 numbers and its values 128",
+            "192 numbers and its values 128",
+        ),
     ],
 )
 def test_why_level_2_takes_no_part(target, on_gpu, on_cpu):

@@ -195,7 +195,7 @@ class Keys:
         None,
         _LEVEL1,
         "Sources of drafts, the preferred one first. The controller chooses between several, so "
-        "without it, or with `gamma` or `levels` given, one is used. "
+        "without it, or with `gamma` given beside level 2, one is used. "
         "[One file](../CONTRIBUTING.md#a-source-of-drafts-in-one-file) adds another",
         unit="names, separated by commas",
         default_text="`draft_model,prompt_lookup` with a draft model, `head,prompt_lookup` with a "
@@ -269,6 +269,15 @@ class Keys:
     def is_plain(self) -> bool:
         """True if no request is ever speculated on."""
         return self.levels == "3"
+
+    @property
+    def chooses_source(self) -> bool:
+        """True if the controller chooses between sources of drafts.
+
+        A round's source is chosen with its ``gamma``; without level 2 there are no rounds.
+        """
+        keys = self.adaptive_keys
+        return bool(keys) if self.levels == "1,3" else "gamma" in keys
 
     @property
     def window_tokens(self) -> int:

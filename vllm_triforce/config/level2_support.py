@@ -27,6 +27,10 @@ def why_no_level2(model_config, is_cpu: bool) -> str | None:
         return f"each of its layers has a window of {window} tokens, with nothing beyond it to read"
     if not is_cpu and has_sinks(model_config):
         return "level 2's attention on GPUs has no attention sinks yet"
+    if (lengths := _unequal_lengths(model_config)) is not None:
+        return "its keys have {} numbers and its values {}; level 2 takes one length".format(
+            *lengths
+        )
     return None
 
 
@@ -44,6 +48,19 @@ def _window_of_all_layers(model_config) -> int | None:
     if any(layer_type != "sliding_attention" for layer_type in layer_types):
         return None
     return model_config.get_sliding_window()
+
+
+def _unequal_lengths(model_config) -> tuple[int, int] | None:
+    """Return the lengths of a key and of a value where MiMo-V2's full attention has two.
+
+    vLLM then takes a DIFFKV backend (``MiMoV2Attention`` in vllm/model_executor/models/mimo_v2.py).
+    """
+    text_config = model_config.hf_text_config
+    if not text_config.model_type.startswith("mimo_v2"):
+        return None
+    key = text_config.head_dim
+    value = getattr(text_config, "v_head_dim", None)
+    return None if value in (None, key) else (key, value)
 
 
 # Tokens of a proposal by default, if layers keep a state for each.

@@ -251,8 +251,7 @@ class TriForceConfig(Keys):
             self._check_unused(
                 f"levels={self.levels!r}", "level 1 takes no part", model, LEVEL1_KEYS
             )
-        is_gamma_open = "gamma" in config.adaptive_keys
-        sources = choose_sources(self.draft_sources, model, is_gamma_open, is_head)
+        sources = choose_sources(self.draft_sources, model, config.chooses_source, is_head)
         if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
             raise ValueError(
                 f"prompt_lookup_max={self.prompt_lookup_max} is not used: level 1 drafts from "
@@ -266,6 +265,7 @@ class TriForceConfig(Keys):
             )
         num_sinks = None if is_head else self.num_sink_tokens or _NUM_SINKS
         gamma = config.gamma
+        is_gamma_open = "gamma" in config.adaptive_keys
         if has_fixed_shapes and is_gamma_open and not SOURCES[sources[0]].needs_model:
             gamma = _MAX_GAMMA  # drafts are free, and level 2's reads do not grow with gamma
         return dataclasses.replace(

@@ -105,6 +105,11 @@ class Controller:
         """Keys that are chosen: none before the costs are known."""
         return self.config.adaptive_keys if self._model is not None else frozenset()
 
+    @property
+    def chooses_source(self) -> bool:
+        """True if sources of drafts are chosen: none before the costs are known."""
+        return self.config.chooses_source and self._model is not None
+
     def start(
         self, model: CostModel, adopt: Callable[[CostModel], CostModel] | None = None
     ) -> None:
@@ -227,11 +232,13 @@ class Controller:
             model.draft(count) / count,
             self.config.gamma if self._whole_rounds else 0,
         )
-        routes: dict[str, SourceTraits | None] = {HIERARCHICAL: None}
-        if self.config.levels == "1,3":
-            routes = {self._preferred.name: self._preferred}
-        elif "gamma" in self.chooses:
+        routes: dict[str, SourceTraits | None] = {}
+        if self.config.uses_level2:
+            routes[HIERARCHICAL] = None
+        if self.chooses_source:
             routes |= {source.name: source for source in self.sources}
+        elif not routes:
+            routes[self._preferred.name] = self._preferred
         acceptance = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
         ended = {
             source.name: [self.stop_rules.expected_draft(source.name, c) for c in candidates]

@@ -44,7 +44,7 @@ class Level1:
     """Drafts each row's tokens for level 2, or directly for level 3.
 
     Args:
-        sources: the preferred one first; the others are used if the controller chooses lengths.
+        sources: the preferred one first; the others are used if the controller chooses.
         vocab_size: the target's vocabulary size.
     """
 
@@ -112,7 +112,7 @@ class Level1:
     def find_matches(self, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> Matches:
         """Find the matches of every source that may be used."""
         sources = list(self.sources.values())
-        if "gamma" not in self._controller.chooses:
+        if not self._controller.chooses_source:
             sources = sources[:1]
         return Matches({s.name: s.find_matches(batch, proposal, rows) for s in sources})
 
