@@ -1,6 +1,6 @@
-"""Promises on a pretrained model, SmolLM2-135M-Instruct, with its tokenizer and chat template."""
+"""Promises on pretrained models: SmolLM2-135M-Instruct with its chat template, Gemma 3 270M."""
 
-import importlib.util
+import importlib
 import pydoc_data.topics
 
 import pytest
@@ -23,16 +23,18 @@ QUESTIONS = [
 NUM_TOKENS = 28
 
 
-@pytest.fixture(scope="module")
-def model() -> str:
-    path = ROOT / "examples" / "models" / "smollm2.py"
-    spec = importlib.util.spec_from_file_location("smollm2", path)
-    smollm2 = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(smollm2)
+@pytest.fixture(
+    scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.thorough)]
+)
+def model(request) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples" / "models"))
+        script = importlib.import_module(request.param)
     try:
-        return str(smollm2.prepare() / "gqa")
+        folder = script.prepare()
     except RuntimeError as error:
         pytest.skip(str(error))
+    return str(folder / "gqa" if request.param == "smollm2" else folder)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,11 @@ def answers(llm, chats) -> list:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1)
-    outputs = llm.chat(chats, params, use_tqdm=False)
+    if llm.get_tokenizer().chat_template is not None:
+        outputs = llm.chat(chats, params, use_tqdm=False)
+    else:
+        texts = ["\n\n".join(message["content"] for message in chat) for chat in chats]
+        outputs = llm.generate(texts, params, use_tqdm=False)
     assert min(len(output.prompt_token_ids) for output in outputs) > 2 * BUDGET
     return [output.outputs[0] for output in outputs]
 
