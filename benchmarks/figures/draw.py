@@ -56,7 +56,7 @@ def all_files() -> dict[Path, str]:
     return {
         stored.FOLDER / f"{name}-{palette}.svg": text
         for name in stored.NAMES
-        for palette, text in _draw(name).items()
+        for palette, text in draw(name).items()
     }
 
 
@@ -65,7 +65,8 @@ def mark(results: dict) -> str:
     return f"<!-- results {stored.fingerprint(results)}, matplotlib {matplotlib.__version__} -->"
 
 
-def _draw(name: str) -> dict[str, str]:
+def draw(name: str) -> dict[str, str]:
+    """Draw a picture; return the SVG by palette."""
     results = stored.read(name)
     with plt.rc_context(_STYLE):
         svg = to_svg(_DRAWINGS[name](results["rows"]), name, results["about"])

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -27,6 +28,10 @@ ARGUMENTS = [
 MEASURED = (0, 1)
 
 
+class Incomplete(Exception):
+    """A benchmark ended before it had measured everything."""
+
+
 def measure(folder: Path) -> int:
     """Run or resume the benchmark, and replace the stored results; return the exit code."""
     target = stored.ROOT / "build" / "smollm2" / "gqa"
@@ -43,9 +48,19 @@ def measure(folder: Path) -> int:
 
 
 def condense(folder: Path) -> dict:
-    """Read the benchmark's folder; return the content of the JSON file."""
-    environment = json.loads((folder / "results.json").read_text())["environment"]
-    records = map(json.loads, (folder / MEASUREMENTS).read_text().splitlines())
+    """Read the benchmark's folder; return the content of the JSON file.
+
+    Raises:
+        Incomplete: an answer is missing.
+    """
+    results = json.loads((folder / "results.json").read_text())
+    environment, settings = results["environment"], results["settings"]
+    lines = (folder / MEASUREMENTS).read_text().splitlines()
+    records = grid.whole_sets([json.loads(line) for line in lines])
+    grid_of = ("dtypes", "contexts", "batch_sizes", "temperatures", "methods")
+    num_answers = math.prod(len(settings[name]) for name in grid_of) * settings["repetitions"]
+    if len(records) < num_answers:
+        raise Incomplete(f"{folder} has {len(records)} of {num_answers} answers: run it again")
     run = {
         "command": shlex.join(["vllm-triforce", *ARGUMENTS]).replace("'$TEXT'", '"$TEXT"'),
         "commit": environment["commit"],
@@ -53,7 +68,7 @@ def condense(folder: Path) -> dict:
         "processor": f"{environment['cores']} cores of {environment['device']}{_vectors()}",
         "versions": {name: environment[name] for name in ("vLLM", "torch", "Python")},
     }
-    rows = [_row(cell, pairs) for cell, pairs in grid.pairs_by_row(list(records))]
+    rows = [_row(cell, pairs) for cell, pairs in grid.pairs_by_row(records)]
     return {
         "about": "Decode speed over stock vLLM: SmolLM2-135M-Instruct with its EAGLE-3 head, "
         f"one request, answers of {TOKENS} tokens",
