@@ -75,10 +75,11 @@ def draw(name: str) -> dict[str, str]:
     size = f' width="{width:.0f}" height="{height:.0f}" font-family="{_FONTS}"'
     svg = re.sub(r' style="width:[^"]*"', size, svg, count=1)
     svg = svg.replace(">", f">\n{mark(results)}", 1).rstrip() + "\n"
-    return {
-        palette: re.sub(r"var\(--(\w+)\)", lambda name, by=by: by[name[1]], svg)
-        for palette, by in PALETTES.items()
-    }
+    return {palette: _coloured(svg, values) for palette, values in PALETTES.items()}
+
+
+def _coloured(svg: str, palette: dict[str, str]) -> str:
+    return re.sub(r"var\(--(\w+)\)", lambda variable: palette[variable[1]], svg)
 
 
 def _front(rows: list[dict]):
@@ -93,10 +94,10 @@ def _front(rows: list[dict]):
             sampled = "sampled, T=1" if temperature else "greedy"
             _ratios(axis, f"{sampled}, {dtype}", shown)
             _ticks(axis, range(len(contexts)), [f"{context:,}" for context in contexts])
-            axis.set_xlim(-0.5, len(contexts) - 0.4)
+            axis.set_xlim(-0.5, len(contexts) - 0.38)
             for row in rows:
                 if (row["dtype"], row["temperature"]) == (dtype, temperature):
-                    shift = 0.31 * (methods.index(row["method"]) - (len(methods) - 1) / 2)
+                    shift = 0.33 * (methods.index(row["method"]) - (len(methods) - 1) / 2)
                     place = contexts.index(row["context"]) + shift
                     _answers(axis, place, row["ratios"], METHODS[row["method"]][1])
     for axis in axes[-1]:
@@ -110,13 +111,13 @@ def _front(rows: list[dict]):
 
 def _answers(axis, place: float, ratios: Sequence[float], colour: str) -> None:
     """Draw a dot for each answer, and a line with its number for the median."""
-    axis.plot([place] * len(ratios), ratios, "o", color=colour, ms=6, alpha=0.65, mew=0)
+    axis.plot([place] * len(ratios), ratios, "o", color=colour, ms=5.5, alpha=0.65, mew=0)
     median = statistics.median(ratios)
-    axis.plot([place - 0.06, place + 0.06], [median] * 2, color=colour, linewidth=2)
+    axis.plot([place - 0.05, place + 0.05], [median] * 2, color=colour, linewidth=2)
     # Away from stock vLLM's line.
-    side = {"va": "bottom" if median >= 1 else "top", "fontsize": 8.5, "color": colour}
+    side = {"va": "bottom" if median >= 1 else "top", "fontsize": 8, "color": colour}
     text = {"textcoords": "offset points", **side}
-    axis.annotate(f"{median:.2f}", (place + 0.06, median), (2, 0), **text)
+    axis.annotate(f"{median:.2f}", (place + 0.05, median), (2, 0), **text)
 
 
 def _batch(rows: list[dict]):
@@ -267,9 +268,7 @@ def _ticks(axis, places: Sequence[float], labels: Sequence[str]) -> None:
 def _legend(figure, lines: Iterable[tuple[str, str, str, str]]) -> None:
     """Write label, colour, marker and line style of each series above the panels."""
     handles = [
-        Line2D(
-            [], [], label=label, color=colour, marker=marker, linestyle=style, linewidth=2, mew=0
-        )
+        Line2D([], [], label=label, color=colour, marker=marker, ls=style, linewidth=2, mew=0)
         for label, colour, marker, style in lines
     ]
     figure.tight_layout()

@@ -55,25 +55,27 @@ def condense(folder: Path) -> dict:
     """
     results = json.loads((folder / "results.json").read_text())
     environment, settings = results["environment"], results["settings"]
+    device = environment["device"].replace("(R)", "").replace(" Processor", "")
     lines = (folder / MEASUREMENTS).read_text().splitlines()
-    records = grid.whole_sets([json.loads(line) for line in lines])
-    grid_of = ("dtypes", "contexts", "batch_sizes", "temperatures", "methods")
-    num_answers = math.prod(len(settings[name]) for name in grid_of) * settings["repetitions"]
-    if len(records) < num_answers:
-        raise Incomplete(f"{folder} has {len(records)} of {num_answers} answers: run it again")
+    cells = grid.pairs_by_row([json.loads(line) for line in lines])
+    rows = [_row(cell, pairs) for cell, pairs in cells if cell["method"] != STOCK]
+    num_answers = sum(len(row["ratios"]) for row in rows)
+    of_grid = math.prod(len(settings[name]) for name in ("dtypes", "contexts", "temperatures"))
+    num_due = of_grid * settings["repetitions"] * (len(settings["methods"]) - 1)
+    if num_answers < num_due:
+        raise Incomplete(f"{folder} has {num_answers} of {num_due} answers: run it again")
     run = {
         "command": shlex.join(["vllm-triforce", *ARGUMENTS]).replace("'$TEXT'", '"$TEXT"'),
         "commit": environment["commit"],
         "date": environment["date"].partition(",")[0],
-        "processor": f"{environment['cores']} cores of {environment['device']}{_vectors()}",
+        "processor": f"{environment['cores']} cores of {device}{_vectors()}",
         "versions": {name: environment[name] for name in ("vLLM", "torch", "Python")},
     }
-    rows = [_row(cell, pairs) for cell, pairs in grid.pairs_by_row(records)]
     return {
         "about": "Decode speed over stock vLLM: SmolLM2-135M-Instruct with its EAGLE-3 head, "
         f"one request, answers of {TOKENS} tokens",
         "runs": {"bench": run},
-        "rows": [row for row in rows if row["method"] != STOCK],
+        "rows": rows,
     }
 
 
