@@ -95,8 +95,8 @@ def _front(rows: list[dict]):
             _ratios(axis, f"{sampled}, {dtype}", shown)
             _ticks(axis, range(len(contexts)), [f"{context:,}" for context in contexts])
             axis.set_xlim(-0.5, len(contexts) - 0.38)
-            for place in range(1, len(contexts)):
-                axis.axvline(place - 0.44, color=GRID, linewidth=0.8)
+            for number in range(1, len(contexts)):
+                axis.axvline(number - 0.4, color=GRID, linewidth=0.8)
             for row in rows:
                 if (row["dtype"], row["temperature"]) == (dtype, temperature):
                     shift = 0.33 * (methods.index(row["method"]) - (len(methods) - 1) / 2)
