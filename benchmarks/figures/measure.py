@@ -74,6 +74,7 @@ def condense(folder: Path) -> dict:
     return {
         "about": "Decode speed over stock vLLM: SmolLM2-135M-Instruct with its EAGLE-3 head, "
         f"one request, answers of {TOKENS} tokens",
+        "note": "Not compiled; eagle3 samples its drafts, and bfloat16 is the checkpoint's dtype.",
         "runs": {"bench": run},
         "rows": rows,
     }

@@ -81,6 +81,7 @@ def _origin(results: dict, folder: str) -> list[str]:
     counts = sorted({len(row["ratios"]) for row in results["rows"]})
     text = (
         f"{results['about']}. {' or '.join(map(str, counts))} answers at each context, "
-        f"{processors}, {dates}, commit {commits}: [raw answers and command]({folder}/front.json)."
+        f"{processors}, {dates}, commit {commits}: [raw answers and command]({folder}/front.json). "
+        f"{results.get('note', '')}"
     )
     return textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
