@@ -4,6 +4,7 @@
 - Pages are read in the repository too. A link to a file that is a page of the site leads to that
   page, and a link to any other file becomes the file's name, since the site has no address for it.
 - Drawings (``docs/drawings/*.svg``) are inlined, so that they take the colours of the page.
+- A ``<picture>`` with a light and a dark file follows the page's switch, not the system's.
 """
 
 import posixpath
@@ -35,6 +36,11 @@ _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.M | re.S)
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _DRAWING = re.compile(r"^!\[([^\]]*)\]\(((?:\.\./)*drawings/[\w-]+\.svg)\)$", re.M)
 
+_PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
+    r'\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
+)
+
 
 def on_files(files, config):
     """Add the pages that are not files below ``docs``."""
@@ -57,6 +63,7 @@ def on_page_markdown(markdown, page, config, files):
 
     def rewrite(text: str) -> str:
         text = _DRAWING.sub(lambda match: _drawing(match[1], match[2], source), text)
+        text = _PICTURE.sub(r"![\2](\3#only-light)![\2](\1#only-dark)", text)
         return _LINK.sub(lambda match: _link(match, source, page.file.src_uri, pages), text)
 
     parts, end = [], 0

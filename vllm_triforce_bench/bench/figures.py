@@ -16,16 +16,16 @@ from vllm_triforce_bench.bench.grid import tokens_text
 from vllm_triforce_bench.bench.methods import STOCK
 
 # Stand-ins, replaced by CSS variables of the page in the written SVG.
-_INK, _FAINT, _GRID = "#010203", "#040506", "#070809"
-_VARIABLES = {_INK: "var(--ink)", _FAINT: "var(--faint)", _GRID: "var(--grid)"}
-_STYLE: Any = {
+INK, FAINT, GRID = "#010203", "#040506", "#070809"
+_VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--grid)"}
+STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 11,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.titlecolor": _INK,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "axes.titlecolor": INK,
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -34,10 +34,10 @@ _STYLE: Any = {
     "axes.spines.left": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _GRID,
+    "grid.color": GRID,
     "grid.linewidth": 0.8,
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
     "ytick.major.size": 0,
     "xtick.major.size": 0,
     "legend.frameon": False,
@@ -54,7 +54,7 @@ def ratios(rows: Sequence[dict], column: str, salt: str) -> str:
     batches, contexts = (sorted({row[name] for row in rows}) for name in ("batch_size", "context"))
     others = list(dict.fromkeys(row["label"] for row in rows if row["method"] != STOCK))
     width = max(4.2, min(5.2, 1.1 * len(contexts) + 2.4)) * len(batches)
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, grid = plt.subplots(
             1, len(batches), figsize=(max(_MIN_WIDTH, width), 3.6), sharey=True, squeeze=False
         )
@@ -75,11 +75,11 @@ def ratios(rows: Sequence[dict], column: str, salt: str) -> str:
         axes[0].set_ylim(0, 1.08 * max([row[f"{column}_max"] for row in rows] + [1.2]))
         axes[0].set_ylabel("stock vLLM = 1")
         _legend(figure, axes)
-        return _to_svg(figure, salt, "Ratio to stock vLLM by context and batch")
+        return to_svg(figure, salt, "Ratio to stock vLLM by context and batch")
 
 
 def _ratio_axis(axis, ticks: list[str]) -> None:
-    axis.axhline(1, color=_FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+    axis.axhline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
     axis.xaxis.set_major_locator(FixedLocator(range(len(ticks))))
     axis.set_xticklabels(ticks)
     axis.set_xlim(-0.5, len(ticks) - 0.5)
@@ -124,7 +124,7 @@ def _legend(figure, axes) -> None:
     )
 
 
-def _to_svg(figure, salt: str, description: str) -> str:
+def to_svg(figure, salt: str, description: str) -> str:
     """Write an ``<svg>`` element without anything from outside.
 
     Args:
@@ -144,6 +144,7 @@ def _to_svg(figure, salt: str, description: str) -> str:
     svg = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', _size, svg, count=1)
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r"font: (\d+|bold) ([\d.]+px)[^;\"]*", r"font-weight: \1; font-size: \2", svg)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)  # of matplotlib 3.11 on
     return svg.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)
 
 
