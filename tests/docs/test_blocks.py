@@ -12,12 +12,14 @@ import re
 import subprocess
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.docs.blocks import Block, blocks
+from tests.docs.named_models import write_named_models
 from tests.models import ROOT
 from tests.one_process import allow_many_engines
 
@@ -29,6 +31,7 @@ LANGUAGES = {"bash", "python", "json", "yaml", "promql", "text", "diff"}
 NOT_RUN = {
     "docker": "a container engine",
     "curl": "a server; tests/examples asks one",
+    "kubectl": "a cluster; tests/examples/test_deployment.py reads the manifests",
     "git": "a place to clone from",
     "apt-get": "the rights of root",
 }
@@ -70,10 +73,17 @@ def test_python(block: Block, engines, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip()
 
 
+@pytest.fixture(scope="module")
+def named_models(tmp_path_factory) -> dict[str, str]:
+    return write_named_models(tmp_path_factory.mktemp("named"))
+
+
 @pytest.mark.parametrize("block", of("bash"))
-def test_commands(block: Block):
+def test_commands(block: Block, named_models):
     assert block.commands, block
     for words in block.commands:
+        for name, folder in named_models.items():
+            words = [word.replace(name, folder) for word in words]
         check(words)
 
 
@@ -92,6 +102,8 @@ def check(words: list[str]) -> None:
         return check_ours(arguments)
     if program == "make":
         return check_make(arguments)
+    if program == "lm_eval":
+        return check_lm_eval(arguments)
     if program in ("pip", "uv") or arguments[:2] == ["-m", "pip"]:
         return check_pip(arguments)
     if program in ("python", "python3"):
@@ -101,7 +113,7 @@ def check(words: list[str]) -> None:
         assert script.is_file(), script
         subprocess.run(["bash", "-n", script], check=True)
         return None
-    if program in ("pytest", "ruff", "mypy", "cd", "rm", "export", "vllm"):
+    if program in ("pytest", "ruff", "mypy", "cd", "rm", "export", "vllm", "diff"):
         return check_other(program, arguments)
     raise AssertionError(f"nothing here knows the command {words}")
 
@@ -127,6 +139,23 @@ def check_serve(arguments: list[str]) -> None:
     else:
         config = engine_args.create_engine_config()
         assert not keys or "triforce" in config.additional_config
+
+
+def check_lm_eval(arguments: list[str]) -> None:
+    """Check keys, options of the engine and tasks of ours."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_triforce.config import TriForceConfig
+
+    given = dict(pairwise(arguments))
+    model_args = json.loads(given["--model_args"])
+    assert set(model_args) - {"pretrained"} <= set(EngineArgs.__dataclass_fields__)
+    keys = {"method": "triforce"} | model_args.get("speculative_config", {})
+    assert keys.pop("method") == "triforce"
+    keys.pop("model", None)
+    TriForceConfig.from_speculative_config(keys)
+    if folder := given.get("--include_path"):
+        assert (ROOT / folder / f"{given['--tasks']}.yaml").is_file()
 
 
 def check_ours(arguments: list[str]) -> None:

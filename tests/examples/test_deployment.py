@@ -106,15 +106,66 @@ def test_provisioning_finds_the_dashboard():
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
 
 
+def manifests() -> dict[str, dict]:
+    """Read kubernetes.yaml, by kind."""
+    parts = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
+    assert all(part["apiVersion"] and part["metadata"]["name"] == "vllm-triforce" for part in parts)
+    by_kind = {part["kind"]: part for part in parts}
+    assert list(by_kind) == ["PersistentVolumeClaim", "Deployment", "Service"]
+    return by_kind
+
+
+def test_manifests_fit_together():
+    by_kind = manifests()
+    deployment, service = by_kind["Deployment"]["spec"], by_kind["Service"]["spec"]
+    monitor = yaml.safe_load((FOLDER / "podmonitor.yaml").read_text())
+    template = deployment["template"]
+    labels, pod = template["metadata"]["labels"], template["spec"]
+    selectors = (deployment["selector"]["matchLabels"], service["selector"])
+    for selector in (*selectors, monitor["spec"]["selector"]["matchLabels"]):
+        assert selector.items() <= labels.items()
+    (container,) = pod["containers"]
+    (port,) = container["ports"]
+    assert port["containerPort"] == 8000  # vLLM's default: no --port is given
+    assert "--port" not in container["args"]
+    assert [p["targetPort"] for p in service["ports"]] == [port["name"]]
+    (scraped,) = monitor["spec"]["podMetricsEndpoints"]
+    annotations = template["metadata"]["annotations"]
+    assert scraped["port"] == port["name"] and annotations["prometheus.io/port"] == "8000"
+    assert scraped["path"] == annotations["prometheus.io/path"] == "/metrics"
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert volumes.keys() == mounts.keys() and mounts["shm"] == "/dev/shm"
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == "vllm-triforce"
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    for name in ("HF_HOME", "VLLM_CACHE_ROOT"):
+        assert variables[name].startswith(f"{mounts['cache']}/")
+
+
+def test_the_alert_knows_the_job_of_each_scrape_target():
+    (alert,) = (alert for alert in alerts() if alert["alert"] == "VllmDown")
+    jobs = re.search(r'job=~"([^"]+)"', alert["expr"])[1]
+    monitor = yaml.safe_load((FOLDER / "podmonitor.yaml").read_text())["spec"]
+    labels = manifests()["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    for job in ("vllm", labels[monitor["jobLabel"]]):
+        assert re.fullmatch(jobs, job)
+
+
 def test_keys_and_image_are_supported():
     service = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]["vllm"]
     stack = yaml.safe_load((FOLDER / "production-stack.yaml").read_text())
     (model,) = stack["servingEngineSpec"]["modelSpec"]
-    for command in (service["command"], model["vllmConfig"]["extraArgs"]):
+    (container,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    for command in (service["command"], model["vllmConfig"]["extraArgs"], container["args"]):
         keys = json.loads(command[command.index("--speculative-config") + 1])
         assert keys.pop("method") == "triforce"
         TriForceConfig.from_speculative_config(keys)
     assert is_supported(model["tag"].removeprefix("v"))
+    assert container["image"] == f"{model['repository']}:{model['tag']}"
     dockerfile = (FOLDER / "Dockerfile").read_text()
     assert is_supported(re.search(r"^FROM vllm/vllm-openai:v(\S+)$", dockerfile, re.M)[1])
     for copied in re.findall(r"^COPY (.+) \S+$", dockerfile, re.M):

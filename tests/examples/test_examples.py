@@ -90,6 +90,14 @@ def test_questions_about_a_long_document(server, address):
     assert server.metrics()[hits] - before > 0.9 * sum(map(int, sizes[1:]))
 
 
+def test_questions_without_a_server():
+    script, models = EXAMPLES / "long_document_chat.py", EXAMPLES / "models"
+    given = ("--target", models / "target", "--draft", models / "draft", "--dtype", "float32")
+    sizes = ("--max-model-len", "8192", "--characters", "6000", "--max-tokens", "16", "--eager")
+    said = run(sys.executable, script, *given, *sizes)
+    assert len(re.findall(r"\d+ tokens in, 16 out: [\d.]+ s", said)) == 3, said
+
+
 def test_a_policy_of_ones_own(tmp_path):
     keys = json.dumps(KEYS | {"selection": "blend"})
     command = (sys.executable, EXAMPLES / "offline.py", *SMALL, "--keys", keys)
