@@ -57,6 +57,8 @@ def choose(
 ) -> dict[str, Any]:
     """Add the key with the largest predicted gain, while one gains 5 %.
 
+    A head comes last, since the doctor knows none by name.
+
     Args:
         context: tokens of the one request that is predicted.
     """
@@ -69,18 +71,25 @@ def choose(
         candidates += [("retrieval_budget", n, _budget(n)) for n in _BUDGETS if n < context]
         if config.level2_model is None:
             candidates += _copies(predictor, vllm_config, layers)
-    if draft is None and "1" in config.levels and _may_have_head(vllm_config):
-        candidates.append(("model", HEAD, _with_head))
-    first = speedup = present.speedup
-    keys = []
+    keys: list[dict[str, Any]] = []
+    first = present.speedup
+
+    def add(name: str, value: Any, change: _Change) -> bool:
+        nonlocal present
+        before, after = present.speedup, change(present)
+        if after.speedup < MIN_GAIN * before:
+            return False
+        keys.append({"key": name, "value": value, "from": before, "to": after.speedup})
+        present = after
+        return True
+
     while candidates:
-        name, value, change = max(candidates, key=lambda c: c[2](present).speedup)
-        after = change(present)
-        if after.speedup < MIN_GAIN * speedup:
+        best = max(candidates, key=lambda candidate: candidate[2](present).speedup)
+        if not add(*best):
             break
-        keys.append({"key": name, "value": value, "from": speedup, "to": after.speedup})
-        present, speedup = after, after.speedup
-        candidates = [candidate for candidate in candidates if candidate[0] != name]
+        candidates = [candidate for candidate in candidates if candidate[0] != best[0]]
+    if draft is None and "1" in config.levels and _may_have_head(vllm_config):
+        add("model", HEAD, _with_head)
     return {
         "context": context,
         "acceptance": acceptance.level2,

@@ -22,6 +22,8 @@ from vllm_triforce_bench.predict.steps import Predictor
 
 _BATCHES = (1, 4, 16)
 _MIN_CONTEXT = 1024
+# Context by which keys are chosen, or a quarter of the longest.
+_TYPICAL_CONTEXT = 16_384
 
 
 def predict(
@@ -82,8 +84,10 @@ def predict(
             for routes in [_break_even(predictor, config, context, batch, acceptances[0])]
         ],
     }
-    if contexts := _contexts(predictor, longest, 1)[-3:]:
-        results["choice"] = choose(predictor, vllm_config, layers, contexts[0], acceptances[-1])
+    if contexts := _contexts(predictor, longest, 1):
+        typical = max(min(contexts[-1], _TYPICAL_CONTEXT), contexts[-1] // 4)
+        context = next(context for context in contexts if context >= typical)
+        results["choice"] = choose(predictor, vllm_config, layers, context, acceptances[-1])
     return results
 
 

@@ -148,10 +148,10 @@ def _prediction(results: dict[str, Any]) -> Rows:
     yield None, ""
     yield (
         None,
-        f"Predicted for {results['machine']}{here}, nothing of it measured. Each route pays from so "
-        "many tokens a step, accepted ones and the bonus token; in brackets the acceptance of "
-        "proposed tokens that gives them. Gains are over plain decoding, by the acceptance of level "
-        f"2's tokens; level 1's is taken to be {assumed['draft_acceptance']:g} for a draft, "
+        f"Predicted for {results['machine']}{here}, nothing of it measured. A route pays from the "
+        "tokens a step in its column, accepted ones and the bonus token, which take the acceptance "
+        "in brackets. Gains are decode speed over plain decoding at an acceptance of level 2; level "
+        f"1's is assumed: {assumed['draft_acceptance']:g} for a draft, "
         f"{assumed['lookup_acceptance']:g} for prompt lookup.",
     )
     gains = {
@@ -249,11 +249,15 @@ def _server(results: dict[str, Any]) -> Rows:
 def _levels(model: dict[str, Any], levels: dict[str, Any]) -> Rows:
     yield (
         "speculation",
-        f"{model['accepted_share']:.0%} of these were proposed and accepted: "
-        f"{model['tokens_per_full_pass']:.2f} tokens for each full pass of a request",
+        f"{model['accepted_share']:.0%} of these were proposed and accepted",
     )
     if not levels["num_proposals"]:
         return
+    has = f"has {levels['mean_acceptance_length']:.2f} tokens a step"
+    needs = "what it needs was not measured"
+    if levels["break_even_tokens"] is not None:
+        needs = f"needs {levels['break_even_tokens']:.2f} here to pay"
+    yield "break-even", f"speculation {has}, and {needs}"
     direct = levels["num_direct_proposals"] / levels["num_proposals"]
     length = levels["num_proposed"] / levels["num_proposals"]
     yield "proposals", f"{length:.1f} tokens each; {direct:.0%} straight to the full pass"

@@ -94,7 +94,7 @@ def tokens_per_step(level2_acceptance: float, num_speculative_tokens: int) -> fl
 
 
 def acceptance_for(tokens: float, num_speculative_tokens: int) -> float:
-    """Return the acceptance at which a full pass emits ``tokens``; inverts ``tokens_per_step()``."""
+    """Return the acceptance at which ``tokens_per_step()`` is ``tokens``."""
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
