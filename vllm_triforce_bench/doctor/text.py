@@ -150,8 +150,8 @@ def _prediction(results: dict[str, Any]) -> Rows:
         None,
         f"Predicted for {results['machine']}{here}, nothing of it measured. A route pays from the "
         "tokens a step in its column, accepted ones and the bonus token, which take the acceptance "
-        "in brackets. Gains are decode speed over plain decoding at an acceptance of level 2; level "
-        f"1's is assumed: {assumed['draft_acceptance']:g} for a draft, "
+        "in brackets. Gains are decode speed over plain decoding at an acceptance of level 2; "
+        f"level 1's is assumed: {assumed['draft_acceptance']:g} for a draft, "
         f"{assumed['lookup_acceptance']:g} for prompt lookup.",
     )
     gains = {
