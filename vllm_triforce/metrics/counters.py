@@ -113,7 +113,7 @@ class LevelCounters:
         _PROPOSALS,
         "seconds",
         "Time that plain steps take in their place, by the controller's measurements; the quotient "
-        "of both is the [break-even](#break-even)",
+        "of both is the break-even",
         is_on_device=False,
     )
     num_boundary_faults: int = _counter(

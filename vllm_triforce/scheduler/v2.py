@@ -242,7 +242,9 @@ class StepPlanMixin(SchedulerBase):
         if self.decisions is not None:
             sums = self.decisions.controller.break_even.take()
             if any(sums.values()):
-                added = carrier.flatten(LevelCounters(**sums))
+                counters = LevelCounters()
+                counters.add_step_seconds(**sums)
+                added = carrier.flatten(counters)
                 carrier.put(outputs, {name: added[name] for name in sums})
 
     def _step_seen(
