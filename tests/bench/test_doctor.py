@@ -130,6 +130,62 @@ def test_the_prediction_is_the_model_of_times(capsys, tmp_path, kv_bytes):
         gains = [at["setting"] != "plain" for at in cell["contexts"]]
         since = cell["pays_from"]
         assert gains == [since is not None and at["context"] >= since for at in cell["contexts"]]
+    for cell in prediction["break_even"]:
+        context, batch = cell["context"], cell["batch"]
+        levels = [s for s in settings(min(4096, max(512, context // 8)), (LOOKUP,), "2")]
+        del levels[0]  # plain decoding
+        levels += [s for s in settings(levels[0].budget, (LOOKUP,)) if s.route == "levels"]
+        point = predictor.break_even(levels, context, batch, Acceptance(0.9))
+        assert cell["routes"]["levels"] == pytest.approx(
+            {"tokens": point.tokens, "acceptance": point.acceptance, "setting": str(point.setting)}
+        )
+        assert 1 <= cell["routes"]["lookup"]["tokens"] < 1.1
+
+
+def test_the_keys_that_the_prediction_would_choose(capsys, tmp_path):
+    """Each gains 5 % beside those before it; a refused one is none of them."""
+    from benchmarks.gpu.models import MODELS, write_head, write_model
+
+    model = write_model(MODELS["llama-3.1-8b"], tmp_path / "target")
+
+    def choice(keys: dict, *options: str) -> dict:
+        given = ("--speculative-config", json.dumps(keys)) if keys else ()
+        return doctor(capsys, model, *given, *options)[1]["prediction"]["choice"]
+
+    alone = choice({"levels": "2,3"}, "--acceptances", "0.9,0.95")
+    assert [key["key"] for key in alone["keys"]] == ["level2_model"]
+    assert alone["context"] == 32_768 and alone["acceptance"] == 0.95
+    command = f"vllm serve {model} --speculative-model triforce --speculative-config"
+    assert alone["command"] == f"""{command} '{{"levels": "2,3", "level2_model": "fp8"}}'"""
+    (fp8,) = alone["keys"]
+    assert fp8["from"] == alone["speedup"] and fp8["to"] > 1.05 * fp8["from"]
+    assert choice({"levels": "2,3", "level2_model": "fp8"})["keys"] == []
+    wide = choice({"levels": "2,3"}, "--dtype", "float32", "--max-model-len", "16384")
+    assert [key["value"] for key in wide["keys"]] == ["bfloat16"]
+    # Without a draft, the gain of a head is said, and no name of one.
+    (head,) = choice({}, "--max-model-len", "16384")["keys"]
+    assert (head["key"], head["value"]) == ("model", "HEAD") and head["to"] > head["from"]
+    own = write_head(MODELS["llama-3.1-8b"], tmp_path / "head")
+    assert not any(key["key"] == "model" for key in choice({"model": own})["keys"])
+
+
+@pytest.mark.parametrize(
+    "options, wanted",
+    [
+        ([], """'{"level2_model": "fp8"}'"""),
+        (["-sc", '{"model": "a b"}'], """'{"model": "a b", "level2_model": "fp8"}'"""),
+        (["--speculative_config={}"], """'{"level2_model": "fp8"}'"""),
+    ],
+)
+def test_the_command_keeps_the_users_options(options, wanted):
+    from vllm_triforce_bench.doctor.choice import command
+
+    made = command("M", ["--max-model-len", "8192", *options], {"level2_model": "fp8"})
+    start = "vllm serve M --max-model-len 8192 --speculative-model triforce --speculative-config"
+    assert made == f"{start} {wanted}"
+    dotted = command("M", ["--speculative-config.gamma", "3"], {"level2_model": "fp8"})
+    assert dotted.endswith("--speculative-config.level2_model fp8") and "{" not in dotted
+    assert command("M", [], {}) == "vllm serve M --speculative-model triforce"
 
 
 @pytest.mark.parametrize(
@@ -276,6 +332,7 @@ def test_as_text(pair):
     assert lines[0].startswith("vllm-triforce") and lines[-1] == "TriForce would run."
     starts = {line.split("  ")[0] for line in lines}
     assert {"vLLM", "model runner", "layers", "KV cache", "beside them", "level 2"} <= starts
+    assert {"requests x tokens", "1 x 4,096", "choose"} <= starts
     assert not any("INFO" in line or "WARNING" in line for line in lines)
 
 

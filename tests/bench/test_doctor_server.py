@@ -3,6 +3,7 @@
 `tests/engine/test_server.py` asks a real server.
 """
 
+import dataclasses
 import json
 
 import prometheus_client
@@ -77,7 +78,7 @@ def doctor(capsys, url: str, *more: str) -> tuple[int, str]:
 
 
 def counters(
-    accepted=900, rejections=50, level1=(400, 300), proposals=300, direct=75
+    accepted=900, rejections=50, level1=(400, 300), proposals=300, direct=75, step_seconds=3.8
 ) -> LevelCounters:
     drafted, kept = level1
     return LevelCounters(
@@ -90,6 +91,8 @@ def counters(
         num_proposals=proposals,
         num_direct_proposals=direct,
         num_proposed=1200,
+        speculative_step_seconds=step_seconds,
+        plain_step_seconds=2.0,
         time_seconds={"level 2": 1.5, "verification": 0.5},
     )
 
@@ -112,9 +115,8 @@ def test_figures_are_those_of_all_engines(serve, capsys, tmp_path):
         "requests            3 running, 0 waiting; 50% of the KV cache used",
         "prompts             7,000 tokens in the mean",
         "generated           1,500 tokens",
-        "speculation         67% of these were proposed and accepted: 3.00 tokens for each full "
-        "pass of a",
-        "                    request",
+        "speculation         67% of these were proposed and accepted",
+        "break-even          speculation has 2.67 tokens a step, and needs 1.90 here to pay",
         "proposals           4.0 tokens each; 25% straight to the full pass",
         "full pass           accepts 0.909 of the tokens it tests (1,000 of 1,100)",
         "level 2             accepts 0.750 of level 1's tokens (600 of 800)",
@@ -140,6 +142,14 @@ def test_seconds_compares_two_readings(serve, capsys):
     assert results["seconds"] == 0.01
     assert model["generated_tokens"] == 700 and model["mean_prompt_tokens"] == 100
     assert model["levels"]["num_level2_accepted"] == 500
+    assert model["levels"]["break_even_tokens"] == pytest.approx(1.9)
+
+
+def test_fixed_lengths_have_no_break_even(serve, capsys):
+    metrics = Metrics()
+    metrics.add(0, 1500, 6000, dataclasses.replace(counters(step_seconds=0), plain_step_seconds=0))
+    _, shown = doctor(capsys, serve(metrics))
+    assert "has 4.00 tokens a step, and what it needs was not measured" in shown
 
 
 @pytest.mark.parametrize(
@@ -154,6 +164,7 @@ def test_seconds_compares_two_readings(serve, capsys):
             "full passes reject most tokens of level 1",
         ),
         (1500, 6000, counters(level1=(600, 60)), "name a draft model or an EAGLE-3 head"),
+        (1500, 6000, counters(proposals=600, step_seconds=5.2), "more time here than its tokens"),
         (300, 6000, LevelCounters(num_nan_requests=2), "nan_requests is above 0"),
         (90_000, 700, counters(), "with prompts of 700 tokens the KV"),
         (90_000, 6000, counters(), "speculation does not pay for this text and batch"),

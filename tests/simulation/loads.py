@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from tests.simulation.engine import Arrival, Engine, make_scheduler
 from tests.simulation.world import Machine, Text, World
 from vllm_triforce.controller import PLAIN, Choice
+from vllm_triforce.controller.break_even import BreakEven
 from vllm_triforce.controller.routes import HIERARCHICAL
 
 
@@ -15,7 +16,9 @@ class FixedDecisions:
 
     def __init__(self, choice: Choice, num_rounds: int) -> None:
         self._its, self._num_rounds, self._num_steps = choice, num_rounds, 0
-        self.controller = SimpleNamespace(start=lambda model: None, num_requests=0)
+        self.controller = SimpleNamespace(
+            start=lambda model: None, num_requests=0, break_even=BreakEven()
+        )
         self._alive: set[str] = set()
         self._pending: dict = {}
 

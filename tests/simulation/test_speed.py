@@ -17,6 +17,7 @@ from tests.simulation.loads import (
     speedup,
 )
 from tests.simulation.world import HOPELESS, MACHINES, TEXTS, Text, World
+from vllm_triforce.metrics import carrier
 
 
 def served(machine, text, size, context, num_steps=450, **settings) -> Engine:
@@ -56,6 +57,21 @@ def test_as_fast_as_a_fixed_choice():
     load.serve(fixed, 450)
     assert speedup(fixed, skip=150) > 2
     assert found >= 0.9 * speedup(fixed, skip=150)
+
+
+@pytest.mark.parametrize("size, text", [(1, "0.95, 0.7"), (4, "0.8, 0.5")])
+def test_the_break_even_is_the_time_of_steps_over_plain_ones(monkeypatch, size, text):
+    """As sent to /metrics, against the machine's own times of the same steps."""
+    sent: list[dict] = []
+    monkeypatch.setattr(carrier, "put", lambda outputs, added: sent.append(added))
+    engine = served("mha", text, size, 100_000)
+    sums = [
+        sum(added.get(f"{kind}_step_seconds", 0) for added in sent)
+        for kind in ("speculative", "plain")
+    ]
+    seen = [its for its in engine.seen if its.step.num_drafts and not its.step.num_reading]
+    truth = sum(its.seconds for its in seen) / sum(its.step.plain for its in seen)
+    assert sums[0] / sums[1] == pytest.approx(truth, rel=0.05) and truth > 1.3
 
 
 def test_a_text_that_becomes_hopeless_is_noticed():

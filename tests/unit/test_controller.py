@@ -28,6 +28,7 @@ from tests.unit.worlds import (
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import PLAIN, Candidate, Choice, Controller, CostModel, StepTime
 from vllm_triforce.controller.acceptance import Acceptance, Rate
+from vllm_triforce.controller.break_even import BreakEven
 from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.lengths import DraftLengths
 from vllm_triforce.controller.measurements import interpolate
@@ -397,6 +398,38 @@ def test_a_cost_that_nothing_foretells_is_found(speculating):
     """Speculation is given up where steps with drafts take longer than their parts."""
     world = World(LONG_PAYS, 0.6, 0.4, speculating=speculating)
     assert world.decode(controller(LONG_PAYS), 1500, 20_000) >= 0.97
+
+
+def test_the_break_even_is_of_requests_that_propose():
+    """Two of four requests propose, and all wait 15 ms in place of 10: each of the two has to gain
+    a whole token."""
+    found = BreakEven()
+    step = StepTime(True, [7, 7, 1, 1], [1000] * 4, 0.0, num_drafts=12, num_verifying=2)
+    found.add(step, 0.015, 0.010)
+    sums = found.take()
+    assert sums["speculative_step_seconds"] == pytest.approx(0.040)
+    assert sums["plain_step_seconds"] == pytest.approx(0.020)
+    # A proposal that came to nothing costs time all the same.
+    found.add(StepTime(True, [7], [1000], 0.0, num_drafts=6), 0.015, 0.010)
+    assert found.take() == pytest.approx(
+        {"speculative_step_seconds": 0.005, "plain_step_seconds": 0.0}
+    )
+    assert not any(found.take().values())
+
+
+@pytest.mark.parametrize("knows_plain", [True, False])
+def test_the_break_even_is_of_measured_steps(knows_plain):
+    """Nothing is counted before a plain step is known, and a pause is no part of it."""
+    found, context = controller(LONG_PAYS), [20_000]
+    plain_s = CostModel(LONG_PAYS).full_pass([1], context) + 0.002
+    if knows_plain:
+        found.observe_step(StepTime(True, [1], context, plain_s), None)
+    for seconds in (plain_s, 100.0):
+        step = StepTime(True, [7], context, seconds, 6, 2 * plain_s, num_verifying=1)
+        found.observe_step(step, Planned(6, 2 * plain_s))
+    sums = found.break_even.take()
+    assert sums["plain_step_seconds"] == pytest.approx(2 * plain_s * knows_plain)
+    assert 3 * 2 <= sums["speculative_step_seconds"] / plain_s <= 3 + 2 * 3.1 or not knows_plain
 
 
 def test_plain_steps_that_became_faster_are_noticed():

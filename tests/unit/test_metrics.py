@@ -26,6 +26,9 @@ def test_rates_and_lengths():
     assert counters.level2_acceptance_per_test == pytest.approx(8 / 9)
     assert counters.mean_acceptance_length == pytest.approx(5)
     assert (counters.num_proposals, counters.num_proposed) == (2, 4)
+    assert counters.break_even_tokens is None
+    counters.add_step_seconds(0.5, 0.2)
+    assert counters.break_even_tokens == pytest.approx(2.5)
 
 
 def test_since_subtracts_everything():
@@ -103,6 +106,7 @@ def test_counters_travel_with_vllms_messages():
         for step in range(3):
             counters.add_full_pass(6, 4 + engine)
             counters.add_time("level 1", 0.25)
+            counters.add_step_seconds(0.5, 0.2)
             assert sender.attach(EMPTY_MODEL_RUNNER_OUTPUT) is EMPTY_MODEL_RUNNER_OUTPUT
             made = output()
             if step == 2:  # as an asynchronous runner gives it
@@ -118,6 +122,8 @@ def test_counters_travel_with_vllms_messages():
     assert value("level2_accepted_tokens", "1") == 15
     assert value("level3_steps", "1") == 3
     assert value("propose_seconds", "0", part="level_1") == pytest.approx(0.75)
+    assert value("speculative_step_seconds", "1") == pytest.approx(1.5)
+    assert value("plain_step_seconds", "0") == pytest.approx(0.6)
     assert value("level1_draft_tokens", "0") == 0  # there from the start, for rate()
     assert len(seen_by_vllm) == 8
     assert all(stats.num_running_reqs == 1 for stats in seen_by_vllm)

@@ -301,6 +301,7 @@ class AsyncController:
                 step.seconds,
                 num_drafts,
                 num_accepted=num_accepted,
+                num_verifying=sum(o.num_verified > 0 for o in step.outcomes.values()),
                 has_seed=pending is not None and pending.has_seed,
             ),
             None if pending is None else pending.planned,

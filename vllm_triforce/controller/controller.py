@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rates
+from vllm_triforce.controller.break_even import BreakEven
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.lengths import DraftLengths, FixedLengths
@@ -78,6 +79,7 @@ class Controller:
         self.stop_rules = StopRules(config, self.acceptance)
         self.exploration = Exploration(config.max_slowdown, self._fixed)
         self.backoff, self.trials = self.exploration.backoff, self.exploration.trials
+        self.break_even = BreakEven()
         self.planned: Planned | None = None
         self.is_steady = False
         """True if the newest decision is the best plan, without trials, probes and seeds."""
@@ -388,7 +390,9 @@ class Controller:
                 # Where probabilities are known, estimates are right sooner than a wait ends.
                 self.exploration.losses.observe_step(self.measured, step)
             step.planned_seconds = planned.seconds
-        self.measured.observe_step(step)
+        seconds, plain_s = self.measured.observe_step(step)
+        if step.num_drafts and self.measured.overheads:
+            self.break_even.add(step, seconds, plain_s)
 
     def take_plan(self) -> Planned | None:
         """Return the expected cost of the proposals that are verified next, once."""

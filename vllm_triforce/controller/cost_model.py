@@ -293,11 +293,15 @@ class CostModel:
         new = seconds / num_rows
         self.begin_seconds = _moved(self.begin_seconds or None, new, 4 * new)
 
-    def observe_step(self, step: StepTime) -> None:
+    def observe_step(self, step: StepTime) -> tuple[float, float]:
         """Learn the seconds of a step beside its passes.
 
         Beyond its plan a proposal adds ``a + b * num_drafts``. The line follows each step's error
         by normalised least mean squares; four drafts a request weigh the same as the constant.
+
+        Returns:
+            Seconds of the step with its proposal, cut where they are not credible, and of a plain
+            step in its place.
         """
         num_rows = len(step.tokens)
         key = num_rows.bit_length(), step.is_greedy
@@ -321,16 +325,11 @@ class CostModel:
             # learned alike, for the difference is what counts.
             weight = _FASTER if old_s is not None and beside_s < old_s else _NEW
             learned[key] = _moved(old_s, beside_s, seconds, weight)
-            return
+            return seconds, seconds
         constant = self.speculating_seconds(num_rows, step.is_greedy)
         per_draft = self.draft_seconds(step.is_greedy)
-        expected = (
-            self.full_pass([1] * num_rows, step.contexts)
-            + overhead_s
-            + step.planned_seconds
-            + constant
-            + per_draft * step.num_drafts
-        )
+        plain_s = self.full_pass([1] * num_rows, step.contexts) + overhead_s
+        expected = plain_s + step.planned_seconds + constant + per_draft * step.num_drafts
         seconds = min(step.seconds + step.proposal_seconds, _CREDIBLE * expected)
         error = max(-seconds, seconds - expected)
         typical = 4 * num_rows
@@ -343,6 +342,7 @@ class CostModel:
         self.num_errors = min(self.num_errors + 1, _ERROR_MEMORY - _FIRST_WEIGHT)
         error = self.error + (relative - self.error) / (_FIRST_WEIGHT + self.num_errors)
         self.error = max(_MIN_ERROR, error)
+        return seconds, plain_s
 
 
 def _moved(old: float | None, new: float, max_change: float, weight: float = _NEW) -> float:

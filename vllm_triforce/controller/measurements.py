@@ -147,6 +147,8 @@ class StepTime:
     """Accepted drafts of all requests."""
     planned_seconds: float = 0.0
     """Planned seconds of that proposal and its verification."""
+    num_verifying: int = 0
+    """Requests with a proposal, those without a token of it left out."""
     has_seed: bool = False
     """True if a request has a seed."""
     is_reevaluation: bool = False

@@ -12,7 +12,7 @@ machines. A step without speculation carries nothing.
 from collections.abc import Callable
 from typing import Any
 
-from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.metrics.counters import COUNTERS, LevelCounters
 
 # Attribute of a ModelRunnerOutput.
 _ATTRIBUTE = "triforce_counters"
@@ -25,11 +25,11 @@ _MICROSECONDS = 1e6
 
 
 def flatten(counters: LevelCounters) -> dict[str, int]:
-    """Flatten counters to integers; times in microseconds, under ``SECONDS`` plus their part."""
+    """Flatten counters to integers: seconds are microseconds, of a part under ``SECONDS``."""
     numbers = dict(counters.__dict__)
-    for part, seconds in numbers.pop("time_seconds").items():
-        numbers[SECONDS + part] = int(seconds * _MICROSECONDS)
-    return numbers
+    times = {SECONDS + part: seconds for part, seconds in numbers.pop("time_seconds").items()}
+    times |= {name: numbers[name] for name, row in COUNTERS.items() if row.unit == "seconds"}
+    return numbers | {name: int(seconds * _MICROSECONDS) for name, seconds in times.items()}
 
 
 def to_seconds(microseconds: int) -> float:

@@ -100,6 +100,22 @@ class LevelCounters:
         "Passes of level 2, each for a whole batch",
         is_on_device=False,
     )
+    speculative_step_seconds: float = _counter(
+        "speculative_step_seconds",
+        _PROPOSALS,
+        "seconds",
+        "Time of steps that verify proposals, counted for each request with one, and the delay of "
+        "the other requests",
+        is_on_device=False,
+    )
+    plain_step_seconds: float = _counter(
+        "plain_step_seconds",
+        _PROPOSALS,
+        "seconds",
+        "Time that plain steps take in their place, by the controller's measurements; the quotient "
+        "of both is the break-even",
+        is_on_device=False,
+    )
     num_boundary_faults: int = _counter(
         "boundary_faults",
         _HEALTH,
@@ -134,6 +150,11 @@ class LevelCounters:
         """Add to the time of a part."""
         self.time_seconds[part] = self.time_seconds.get(part, 0.0) + seconds
 
+    def add_step_seconds(self, speculative_step_seconds: float, plain_step_seconds: float) -> None:
+        """Add steps that verified proposals."""
+        self.speculative_step_seconds += speculative_step_seconds
+        self.plain_step_seconds += plain_step_seconds
+
     def add_inner_round(self, drafted: list[list[int]], num_accepted: list[int]) -> None:
         """Count a pass of level 2 that verified these drafts."""
         self.num_level2_passes += 1
@@ -161,6 +182,13 @@ class LevelCounters:
         return 1 + _share(self.num_level2_accepted, self.num_level3_steps)
 
     @property
+    def break_even_tokens(self) -> float | None:
+        """Tokens a step from which speculation pays; None if no step was compared."""
+        if not self.plain_step_seconds:
+            return None
+        return self.speculative_step_seconds / self.plain_step_seconds
+
+    @property
     def level1_acceptance_rate(self) -> float:
         return _share(self.num_level1_accepted, self.num_level1_drafted)
 
@@ -181,6 +209,7 @@ class LevelCounters:
         return {
             **asdict(self),
             "mean_acceptance_length": self.mean_acceptance_length,
+            "break_even_tokens": self.break_even_tokens,
             "level1_acceptance_rate": self.level1_acceptance_rate,
             "level2_acceptance_rate": self.level2_acceptance_rate,
             "level2_acceptance_per_test": self.level2_acceptance_per_test,

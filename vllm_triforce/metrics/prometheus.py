@@ -56,4 +56,5 @@ class TriForcePrometheus:
                 labels = self._labelvalues[engine_idx]
                 self._seconds.labels(*labels, part).inc(to_seconds(value))
             elif (name, engine_idx) in self._counters:
-                self._counters[name, engine_idx].inc(value)
+                is_time = COUNTERS[name].unit == "seconds"
+                self._counters[name, engine_idx].inc(to_seconds(value) if is_time else value)

@@ -249,6 +249,7 @@ class PlainSteps:
                 seconds=0.0,
                 num_drafts=sum(map(len, drafts.values())),
                 proposal_seconds=proposal_seconds,
+                num_verifying=len(drafts),
                 is_reevaluation=backoff.is_reevaluation,
             )
             self._last_step = _TimedStep(now, frozenset(cached.req_ids), step_time, planned)

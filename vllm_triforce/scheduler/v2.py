@@ -34,6 +34,8 @@ from vllm_triforce.core.messages import (
     plan_of,
     report_of,
 )
+from vllm_triforce.metrics import carrier
+from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, Needs, PrefixCacheMixin, has_seed
@@ -235,6 +237,16 @@ class StepPlanMixin(SchedulerBase):
             step = self._step_seen(scheduler_output, plan.number, outcomes, seconds)
             self.decisions.on_step_end(step)
 
+    def send_break_even(self, outputs) -> None:
+        """Send the controller's counters of the step."""
+        if self.decisions is not None:
+            sums = self.decisions.controller.break_even.take()
+            if any(sums.values()):
+                counters = LevelCounters()
+                counters.add_step_seconds(**sums)
+                added = carrier.flatten(counters)
+                carrier.put(outputs, {name: added[name] for name in sums})
+
     def _step_seen(
         self,
         scheduler_output,
@@ -308,6 +320,7 @@ class TriForceSchedulerV2(
         self.start_counting_outcomes(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.send_outcomes(outputs)
+        self.send_break_even(outputs)
         send_request_metrics(self, outputs)
         return outputs
 
@@ -328,6 +341,7 @@ class TriForceAsyncSchedulerV2(
         self.start_counting_outcomes(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.send_outcomes(outputs)
+        self.send_break_even(outputs)
         self.remove_padding_from_request_metrics()
         send_request_metrics(self, outputs)
         return outputs

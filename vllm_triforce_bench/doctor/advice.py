@@ -43,6 +43,13 @@ def _of_speculation(figures: dict[str, Any]) -> Iterator[str]:
     if levels["num_proposed"] < _FEW_PROPOSED * generated:
         yield _why_plain(figures)
         return
+    needed = levels["break_even_tokens"]
+    if (
+        levels["num_level3_steps"] >= _FEW_TOKENS
+        and needed is not None
+        and levels["mean_acceptance_length"] < needed
+    ):
+        yield _BELOW_BREAK_EVEN
     tested = levels["num_level2_accepted"] + levels["num_level3_rejections"]
     is_direct = levels["num_direct_proposals"] > _MOSTLY * levels["num_proposals"]
     low = _LOW_DIRECT if is_direct else _LOW_LEVEL2
@@ -55,6 +62,10 @@ def _of_speculation(figures: dict[str, Any]) -> Iterator[str]:
         yield _BETTER_DRAFT.format("level 2 rejects")
 
 
+_BELOW_BREAK_EVEN = (
+    "speculation takes more time here than its tokens save: leave num_speculative_tokens, gamma "
+    "and min_context to the controller, or lower max_slowdown"
+)
 _LARGER_BUDGET = (
     "full passes reject many tokens of level 2: raise retrieval_budget (each doubling has added "
     "0.02 to 0.03 of acceptance); vllm-triforce lab measures it on your text"

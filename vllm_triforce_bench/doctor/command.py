@@ -124,7 +124,9 @@ def examine(
         raise BadInput(
             f"MODEL {model!r}: there is no such folder; give a model's folder or its hub name"
         )
+    from vllm_triforce.config import read_config
     from vllm_triforce.core.kv_groups import NO_SPARSE_LAYER
+    from vllm_triforce_bench.doctor.choice import HEAD, command
     from vllm_triforce_bench.doctor.engine import engine
     from vllm_triforce_bench.doctor.layers import NotBuilt, layers_of
     from vllm_triforce_bench.doctor.memory import level2_model_bytes, memory
@@ -138,7 +140,8 @@ def examine(
         return results
     try:
         layers = layers_of(vllm_config)
-        copy_bytes = level2_model_bytes(vllm_config, layers)
+        level2_model = read_config(vllm_config)[0].level2_model
+        copy_bytes = level2_model_bytes(level2_model, vllm_config, layers)
     except NotBuilt as error:
         return {**results, "layers": {"error": str(error)}, "runs": None}
     results["layers"] = layers.to_dict()
@@ -151,4 +154,7 @@ def examine(
         vllm_config, layers, copy_bytes, machine, acceptances, partial(print, file=sys.stderr)
     )
     results["prediction"]["is_asked_for"] = machine is not None
+    if choice := results["prediction"].get("choice"):
+        keys = {each["key"]: each["value"] for each in choice["keys"] if each["value"] != HEAD}
+        choice["command"] = command(model, options, keys)
     return results

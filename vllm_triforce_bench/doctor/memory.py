@@ -51,13 +51,16 @@ def memory(vllm_config, layers: Layers, copy_bytes: int) -> dict[str, Any]:
     return results
 
 
-def level2_model_bytes(vllm_config, layers: Layers) -> int:
+def level2_model_bytes(name: str | None, vllm_config, layers: Layers) -> int:
     """Compute the bytes of level 2's copy of the whole target; 0 without one.
+
+    Args:
+        name: value of ``level2_model``.
 
     Raises:
         NotBuilt: the copy is another checkpoint, and its code needs weights.
     """
-    name, config = read_config(vllm_config)[0].level2_model, vllm_config.model_config
+    config = vllm_config.model_config
     if name is None:
         return 0
     if name in DTYPES:

@@ -1,20 +1,29 @@
-"""Context from which speculation is predicted to pay (docs/doctor.md)."""
+"""Predicted gains, break-even points and keys to choose (docs/doctor.md)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_triforce.config import ResolvedConfig, read_config
+from vllm_triforce_bench.doctor.choice import MIN_GAIN, choose
 from vllm_triforce_bench.doctor.layers import Layers
 from vllm_triforce_bench.doctor.memory import kv_bytes_each
 from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine, machine_of
-from vllm_triforce_bench.predict.settings import DRAFT, LOOKUP, PLAIN, Acceptance, settings
+from vllm_triforce_bench.predict.settings import (
+    DRAFT,
+    LEVELS,
+    LOOKUP,
+    PLAIN,
+    Acceptance,
+    Setting,
+    settings,
+)
 from vllm_triforce_bench.predict.steps import Predictor
 
 _BATCHES = (1, 4, 16)
 _MIN_CONTEXT = 1024
-# Smaller gains count as plain decoding, as in the controller.
-_MIN_GAIN = 1.05
+# Context by which keys are chosen, or a quarter of the longest.
+_TYPICAL_CONTEXT = 16_384
 
 
 def predict(
@@ -54,14 +63,32 @@ def predict(
         chunk=config.block_size,
         copy_bytes_each=target.bytes_each * copy_bytes / layers.weight_bytes or None,
     )
+    longest = vllm_config.model_config.max_model_len
+    batches = [n for n in _BATCHES if n <= vllm_config.scheduler_config.max_num_seqs]
     cells = [
-        _cell(predictor, config, vllm_config.model_config.max_model_len, batch, acceptance)
-        for batch in _BATCHES
-        if batch <= vllm_config.scheduler_config.max_num_seqs
+        _cell(predictor, config, _contexts(predictor, longest, batch), batch, acceptance)
+        for batch in batches
         for acceptance in acceptances
     ]
-    level1 = {"draft_acceptance": acceptances[0].draft, "lookup_acceptance": acceptances[0].lookup}
-    return {"machine": machine.name, "assumed": level1, "cells": cells}
+    results = {
+        "machine": machine.name,
+        "assumed": {
+            "draft_acceptance": acceptances[0].draft,
+            "lookup_acceptance": acceptances[0].lookup,
+        },
+        "cells": cells,
+        "break_even": [
+            {"batch": batch, "context": context, "routes": dict(routes)}
+            for batch in batches
+            for context in _contexts(predictor, longest, batch)
+            for routes in [_break_even(predictor, config, context, batch, acceptances[0])]
+        ],
+    }
+    if contexts := _contexts(predictor, longest, 1):
+        typical = max(min(contexts[-1], _TYPICAL_CONTEXT), contexts[-1] // 4)
+        context = next(context for context in contexts if context >= typical)
+        results["choice"] = choose(predictor, vllm_config, layers, context, acceptances[-1])
+    return results
 
 
 def _check_counted(config: ResolvedConfig, layers: Layers) -> None:
@@ -98,23 +125,29 @@ def _this_machine(say: Callable[[str], None]) -> Machine:
     return machine
 
 
-def _contexts(longest: int) -> list[int]:
-    """Return powers of two, then the longest context."""
+def _contexts(predictor: Predictor, longest: int, batch: int) -> list[int]:
+    """Return powers of two, then the longest context, as far as they fit the machine's memory."""
     powers = (_MIN_CONTEXT << n for n in range(longest.bit_length()))
-    return [*(context for context in powers if context < longest), longest]
+    contexts = [*(context for context in powers if context < longest), longest]
+    return [context for context in contexts if predictor.fits(context, batch)]
+
+
+def _among(predictor: Predictor, config: ResolvedConfig, context: int) -> list[Setting]:
+    sources = (DRAFT, LOOKUP) if predictor.draft else (LOOKUP,)
+    return settings(config.budget_of(context), sources, config.levels)
 
 
 def _cell(
-    predictor: Predictor, config: ResolvedConfig, longest: int, batch: int, acceptance: Acceptance
+    predictor: Predictor,
+    config: ResolvedConfig,
+    contexts: list[int],
+    batch: int,
+    acceptance: Acceptance,
 ) -> dict[str, Any]:
-    sources = (DRAFT, LOOKUP) if predictor.draft else (LOOKUP,)
     by_context, pays_from = [], None
-    for context in _contexts(longest):
-        if not predictor.fits(context, batch):
-            break
-        among = settings(config.budget_of(context), sources)
-        best = predictor.best(among, context, batch, acceptance)
-        is_gain = best.setting.route != PLAIN and best.speedup >= _MIN_GAIN
+    for context in contexts:
+        best = predictor.best(_among(predictor, config, context), context, batch, acceptance)
+        is_gain = best.setting.route != PLAIN and best.speedup >= MIN_GAIN
         # From where on it pays at every longer context.
         pays_from = (pays_from or context) if is_gain else None
         setting, speedup = (str(best.setting), best.speedup) if is_gain else (PLAIN, 1.0)
@@ -125,3 +158,20 @@ def _cell(
         "pays_from": pays_from,
         "contexts": by_context,
     }
+
+
+def _break_even(
+    predictor: Predictor, config: ResolvedConfig, context: int, batch: int, acceptance: Acceptance
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yield each route, a direct one by its source, and the point from which it pays, if any."""
+    among: dict[str, list[Setting]] = {}
+    for setting in _among(predictor, config, context)[1:]:
+        route = LEVELS if setting.route == LEVELS else setting.source
+        among.setdefault(route, []).append(setting)
+    for route, group in among.items():
+        point = predictor.break_even(group, context, batch, acceptance)
+        if point is not None:
+            values = {"tokens": point.tokens, "acceptance": point.acceptance}
+            yield route, {**values, "setting": str(point.setting)}
+        else:
+            yield route, None

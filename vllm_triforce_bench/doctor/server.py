@@ -74,8 +74,6 @@ def figures(values: Values) -> dict[str, Any]:
         accepted = min(levels.num_level2_accepted, generated)
         results["levels"] = levels.to_dict()
         results["accepted_share"] = accepted / generated if generated else 0.0
-        # Each token that no proposal brought is of a full pass.
-        results["tokens_per_full_pass"] = generated / max(1, generated - accepted)
     return {**results, "advice": advice(results)}
 
 
@@ -83,9 +81,10 @@ def _levels(values: Values) -> LevelCounters | None:
     """Return TriForce's counters, or None if the server has none."""
     if not any(name.startswith(_TRIFORCE) for name in values):
         return None
-    counts = {
-        name: round(values[f"{_TRIFORCE}{row.metric}_total"]) for name, row in COUNTERS.items()
+    counts: dict[str, Any] = {
+        name: values[f"{_TRIFORCE}{row.metric}_total"] for name, row in COUNTERS.items()
     }
+    counts |= {n: round(value) for n, value in counts.items() if COUNTERS[n].unit != "seconds"}
     times = f"{_TRIFORCE}{PROPOSE_SECONDS.metric}_total "
     parts = {
         name.removeprefix(times).replace("_", " "): seconds

@@ -24,8 +24,10 @@ def text(results: dict[str, Any]) -> str:
 
 
 def _line(name: str | None, value: str) -> str:
-    """Format a name and its value, a long value wrapped below itself."""
+    """Format a name and its value, a long value wrapped below itself, unless it is a command."""
     indent = 0 if name is None else _INDENT
+    if name == "choose":
+        return f"{name:<{indent}}{value}"
     return textwrap.fill(
         f"{name or '':<{indent}}{value}",
         _WIDTH,
@@ -142,22 +144,67 @@ def _prediction(results: dict[str, Any]) -> Rows:
         return
     assumed = results["assumed"]
     here = " (what is above is of the machine here)" if results["is_asked_for"] else ""
+    acceptances = list(dict.fromkeys(cell["acceptance"] for cell in results["cells"]))
     yield None, ""
     yield (
         None,
-        f"Predicted for {results['machine']}{here}, nothing of it measured: decode speed over "
-        f"plain decoding, by the acceptance of level 2's tokens; level 1's taken to be "
-        f"{assumed['draft_acceptance']:g} for a draft, {assumed['lookup_acceptance']:g} for prompt "
-        "lookup.",
+        f"Predicted for {results['machine']}{here}, nothing of it measured. A route pays from the "
+        "tokens a step in its column, accepted ones and the bonus token, which take the acceptance "
+        "in brackets. Gains are decode speed over plain decoding at an acceptance of level 2; "
+        f"level 1's is assumed: {assumed['draft_acceptance']:g} for a draft, "
+        f"{assumed['lookup_acceptance']:g} for prompt lookup.",
     )
-    for cell in results["cells"]:
-        name, since = f"{cell['batch']} x, at {cell['acceptance']:g}", cell["pays_from"]
-        gains = [at for at in cell["contexts"] if at["setting"] != "plain"]
-        longest = ", ".join(f"{at['speedup']:.2f}x at {at['context']:,}" for at in gains[-3:])
-        start = "plain at every length" if since is None else f"pays from {since:,} tokens"
-        if not cell["contexts"]:
-            start = "does not fit this machine's memory"
-        yield name, f"{start}{': ' if longest else ''}{longest}"
+    gains = {
+        (cell["batch"], at["context"], cell["acceptance"]): at
+        for cell in results["cells"]
+        for at in cell["contexts"]
+    }
+    points = results["break_even"]
+    if not points:
+        yield "", "does not fit this machine's memory"
+        return
+    routes = list(points[0]["routes"])
+    heads = [f"{_ROUTES[route]:<16}" for route in routes]
+    heads += [f"gain at {acceptance:g} " for acceptance in acceptances]
+    yield "requests x tokens", "".join(heads)
+    for batch in dict.fromkeys(point["batch"] for point in points):
+        of_batch = [point for point in points if point["batch"] == batch]
+        # The longest context, a quarter and a sixteenth of it.
+        for point in of_batch[-1::-2][:3][::-1]:
+            cells = [f"{_point(point['routes'][route]):<16}" for route in routes]
+            at = [gains[batch, point["context"], acceptance] for acceptance in acceptances]
+            cells += [f"{_gain(each):<12}" for each in at]
+            yield f"{batch} x {point['context']:,}", "".join(cells)
+    if "choice" in results:
+        yield None, ""
+        yield from _choice(results["choice"])
+
+
+_ROUTES = {"lookup": "prompt lookup", "draft": "draft or head", "levels": "levels 1 and 2"}
+
+
+def _point(point: dict[str, Any] | None) -> str:
+    return "never" if point is None else f"{point['tokens']:.2f} ({point['acceptance']:.2f})"
+
+
+def _gain(at: dict[str, Any]) -> str:
+    return "plain" if at["setting"] == "plain" else f"{at['speedup']:.2f}x"
+
+
+def _choice(choice: dict[str, Any]) -> Rows:
+    """Format the command line to choose, and the gain of each key."""
+    yield "choose", choice["command"]
+    place = f"at 1 x {choice['context']:,} and {choice['acceptance']:g}"
+    if not choice["keys"]:
+        yield "", f"{choice['speedup']:.2f}x {place}; no key is predicted to add 5 %"
+    for key in choice["keys"]:
+        what = f"{key['from']:.2f}x -> {key['to']:.2f}x {place}"
+        if key["key"] == "model":
+            what += (
+                f", by an EAGLE-3 head of this target with {choice['head_acceptance']:g} of its "
+                "tokens accepted by level 2; none is named here"
+            )
+        yield f"  {key['key']}", what
 
 
 def verdict(results: dict[str, Any]) -> str:
@@ -202,11 +249,15 @@ def _server(results: dict[str, Any]) -> Rows:
 def _levels(model: dict[str, Any], levels: dict[str, Any]) -> Rows:
     yield (
         "speculation",
-        f"{model['accepted_share']:.0%} of these were proposed and accepted: "
-        f"{model['tokens_per_full_pass']:.2f} tokens for each full pass of a request",
+        f"{model['accepted_share']:.0%} of these were proposed and accepted",
     )
     if not levels["num_proposals"]:
         return
+    has = f"has {levels['mean_acceptance_length']:.2f} tokens a step"
+    needs = "what it needs was not measured"
+    if levels["break_even_tokens"] is not None:
+        needs = f"needs {levels['break_even_tokens']:.2f} here to pay"
+    yield "break-even", f"speculation {has}, and {needs}"
     direct = levels["num_direct_proposals"] / levels["num_proposals"]
     length = levels["num_proposed"] / levels["num_proposals"]
     yield "proposals", f"{length:.1f} tokens each; {direct:.0%} straight to the full pass"

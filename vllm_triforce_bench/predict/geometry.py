@@ -136,12 +136,15 @@ class Geometry:
             return replace(sizes, layers=1, is_tied=True, more_weights=2 * sizes.hidden**2)
         if not is_head(hf_config):
             return sizes
-        # It reads three of the target's states, and the target's embedding.
-        states = 3 * (getattr(hf_config, "target_hidden_size", None) or sizes.hidden)
-        embedding = sizes.head_dim * (sizes.heads + 2 * sizes.kv_heads)
-        return replace(
-            sizes,
-            vocab=getattr(hf_config, "draft_vocab_size", None) or sizes.vocab,
-            is_tied=True,
-            more_weights=sizes.hidden * (states + embedding),
+        return sizes.as_head(
+            getattr(hf_config, "draft_vocab_size", None) or sizes.vocab,
+            getattr(hf_config, "target_hidden_size", None) or sizes.hidden,
         )
+
+    def as_head(self, vocab: int, target_hidden: int) -> "Geometry":
+        """Return an EAGLE-3 head with these layers; it reads three states of the target.
+
+        The embedding is the target's.
+        """
+        inputs = 3 * target_hidden + self.head_dim * (self.heads + 2 * self.kv_heads)
+        return replace(self, vocab=vocab, is_tied=True, more_weights=self.hidden * inputs)

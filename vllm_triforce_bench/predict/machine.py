@@ -35,7 +35,8 @@ class Machine:
             (FlashAttention 2 as vLLM calls it).
         launch_seconds: cost of a kernel outside CUDA graphs.
         graph_launch_seconds: cost of a CUDA graph.
-        kernel_seconds: cost of a kernel in a graph, beside reading and computing.
+        kernel_seconds: cost of a kernel in a graph and of the gap after it, beside reading and
+            computing.
         upload_seconds: cost of a copy from host to device.
         sync_seconds: cost of one wait for the device.
     """
@@ -92,24 +93,26 @@ class Machine:
 def _gpu(
     name: str, memory_gib: float, bandwidth: float, flops: float, num_sms: int, splits: bool
 ) -> Machine:
-    """Launches cost about the same on all GPUs: the host pays for them."""
+    """Shares and times are those measured on an H200; launches cost the host about the same."""
     return Machine(
         name,
         memory_gib * _GIB,
         bandwidth,
         flops,
+        bandwidth_share=0.86,
+        attention_bandwidth_share=0.83,
         num_sms=num_sms,
         splits_queries=splits,
         launch_seconds=5e-6,
         graph_launch_seconds=15e-6,
-        kernel_seconds=2.8e-6,
+        kernel_seconds=4.2e-6,
         upload_seconds=6e-6,
         sync_seconds=30e-6,
     )
 
 
-# Peaks are the vendors' (dense, bfloat16 with float32 sums). Shares and launches are assumptions
-# (docs/doctor.md). Memory is the usable part of 141, 80, 24 and 96 GB.
+# Peaks are the vendors' (dense, bfloat16 with float32 sums). For GPUs but the H200, shares and
+# launches are assumptions (docs/doctor.md). Memory is the usable part of 141, 80, 24 and 96 GB.
 MACHINES = {
     "H200": _gpu("H200", 139, 4.8e12, 989e12, 132, True),
     "A100-80GB": _gpu("A100-80GB", 79, 2.039e12, 312e12, 108, False),

@@ -71,11 +71,16 @@ class Acceptance:
         return self.by_level2(source) * self.level2
 
 
-def settings(budget: int, sources: tuple[str, ...]) -> list[Setting]:
-    """List the settings to compare, plain decoding first; ``gamma=0`` is level 2 alone."""
+def settings(budget: int, sources: tuple[str, ...], levels: str = "1,2,3") -> list[Setting]:
+    """List the settings to compare, plain decoding first; ``gamma=0`` is level 2 alone.
+
+    Args:
+        levels: key of that name.
+    """
     candidates = [STOCK]
-    candidates += [Setting(DIRECT, n, source=source) for n in _LENGTHS for source in sources]
-    for k in _LENGTHS:
+    if "1" in levels:
+        candidates += [Setting(DIRECT, n, source=source) for n in _LENGTHS for source in sources]
+    for k in _LENGTHS if "2" in levels else ():
         for gamma in sorted({min(gamma, k - 1) for gamma in _GAMMAS}):
             for source in sources if gamma else ("",):
                 candidates.append(Setting(LEVELS, k, gamma, budget, source))

@@ -9,6 +9,7 @@ with probability ``a1^j (1 - a1)`` for ``j < d`` and ``a1^d`` for all, and the r
 ones and the bonus or recovered token.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,8 +19,10 @@ from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine
 from vllm_triforce_bench.predict.settings import DRAFT, LEVELS, PLAIN, STOCK, Acceptance, Setting
 
-# Kernels in a pass's graph: of a layer, of its experts, and beside the layers (read off vLLM).
-_LAYER_KERNELS, _MOE_LAYER_KERNELS, _PASS_KERNELS = 9, 5, 4
+# Kernels in a pass's graph: of a layer, of its experts, and beside the layers (read off vLLM). A
+# layer of level 2 has three copies around its attention, and FlashAttention 3's preparation.
+_LAYER_KERNELS, _MOE_LAYER_KERNELS, _PASS_KERNELS = 11, 5, 4
+_LEVEL2_LAYER_KERNELS = 4
 # Kernels, uploads and waits of a greedy step, counted with a draft on Model Runner V2 by the tool
 # of commits fe8fb88 and 549a7e2. Kernels of drafting and of level 2's logits are in CUDA graphs.
 STEP_KERNELS, STEP_UPLOADS, STEP_SYNCS = 20, 2, 1  # any step, stock vLLM's too
@@ -28,9 +31,11 @@ DRAFTING_KERNELS = 6  # a drafted token, beside its pass
 LEVEL2_KERNELS = 3  # level 2's logits
 ROUND_KERNELS, DIRECT_ROUND_KERNELS = 2, 1  # a round of levels 1 and 2, or of level 1 alone
 SUMMARY_KERNELS = 5  # a proposal by level 2, for full chunks' mean keys; not counted, but read
-# A layer's selection has three launches, which on an H200 take as long as 12 others (32.0 to
-# 51.8 us, docs/results.md). On a CPU it has about as many operations.
-SELECTION_KERNELS, IDLE_SELECTION_KERNELS = 12, 3  # a layer, in a pass that selects and another
+# A layer's selection has three launches; in a pass that does not select they return at once. One
+# program for each KV head of a request searches its chunks, and mean keys are read at a small share
+# of the bandwidth. Fitted to an H200 (32.0 to 51.8 us a layer, docs/results.md).
+SELECTION_KERNELS, IDLE_SELECTION_KERNELS, CPU_SELECTION_OPERATIONS = 3, 1.5, 12
+_CHUNK_SECONDS, _SELECTION_BANDWIDTH_SHARE = 1.8e-9, 0.285
 # Bytes of a logit in the sampler, and reads and writes of a row of logits for a verified token.
 _LOGIT_BYTES, _LOGIT_READS = 4, 3
 # Tokens that level 1 drafts in one graph for the full pass: gamma of Model Runner V2.
@@ -46,6 +51,7 @@ def pass_seconds(
     tokens: Sequence[int],
     kv_tokens: Sequence[int],
     num_graphs: float = 1,
+    more_kernels: int = 0,
 ) -> float:
     """Predict a pass of requests with ``tokens`` each over ``kv_tokens`` of KV cache each.
 
@@ -55,6 +61,7 @@ def pass_seconds(
 
     Args:
         num_graphs: CUDA graphs of the pass; passes that share one have a share of it each.
+        more_kernels: kernels of a layer beside those of stock vLLM.
     """
     each, num_tokens = model.bytes_each, sum(tokens)
     bandwidth = machine.bandwidth * machine.bandwidth_share
@@ -75,7 +82,7 @@ def pass_seconds(
         4 * model.layers * model.heads * model.head_dim * pairs / machine.attention_flops,
     )
     attention_s /= machine.occupancy(len(tokens), max(tokens), model.heads, model.kv_heads)
-    layer_kernels = _LAYER_KERNELS + _MOE_LAYER_KERNELS * (model.experts > 0)
+    layer_kernels = _LAYER_KERNELS + _MOE_LAYER_KERNELS * (model.experts > 0) + more_kernels
     kernels = model.layers * layer_kernels + _PASS_KERNELS
     launch_s = kernels * machine.kernel_seconds + num_graphs * machine.graph_launch_seconds
     return dense_s + experts_s + attention_s + launch_s
@@ -84,6 +91,16 @@ def pass_seconds(
 def tokens_per_step(level2_acceptance: float, num_speculative_tokens: int) -> float:
     """Tokens of a full pass, as ``mean_acceptance_length``."""
     return sum(level2_acceptance**n for n in range(num_speculative_tokens + 1))
+
+
+def acceptance_for(tokens: float, num_speculative_tokens: int) -> float:
+    """Return the acceptance at which ``tokens_per_step()`` is ``tokens``."""
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        is_low = tokens_per_step(middle, num_speculative_tokens) < tokens
+        low, high = (middle, high) if is_low else (low, middle)
+    return high
 
 
 @cache
@@ -117,6 +134,20 @@ class Step:
     setting: Setting
     seconds: float
     speedup: float = 1.0
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Point from which a setting pays.
+
+    Args:
+        tokens: accepted tokens of a step, and the bonus token.
+        acceptance: of the proposed tokens by the full pass.
+    """
+
+    setting: Setting
+    tokens: float
+    acceptance: float
 
 
 @dataclass
@@ -160,7 +191,10 @@ class Predictor:
         if self.copy_bytes_each is not None:
             model = replace(model, bytes_each=self.copy_bytes_each)
         kv_tokens = [min(budget, context)] * batch
-        return pass_seconds(self.machine, model, [tokens] * batch, kv_tokens)
+        tokens_each = [tokens] * batch
+        return pass_seconds(
+            self.machine, model, tokens_each, kv_tokens, more_kernels=_LEVEL2_LAYER_KERNELS
+        )
 
     def draft_pass(self, batch: int, context: int, gamma: int = 1) -> float:
         """Predict one of ``gamma`` draft passes that share a CUDA graph."""
@@ -203,11 +237,18 @@ class Predictor:
         Mean keys of 8 bits are read twice (kernels/pass_selection.py).
         """
         machine, model = self.machine, self.model
-        mean_keys = batch * context / self.chunk * model.kv_bytes_per_token / 2
-        read_s = 2 * mean_keys / model.kv_bytes_each / machine.bandwidth / machine.bandwidth_share
+        num_chunks = context / self.chunk
+        mean_keys = batch * num_chunks * model.layers * model.kv_heads * model.head_dim
+        share, launches = machine.bandwidth_share, CPU_SELECTION_OPERATIONS
+        search_s = 0.0
+        if machine.num_sms:
+            share, launches = _SELECTION_BANDWIDTH_SHARE, SELECTION_KERNELS
+            waves = math.ceil(batch * model.kv_heads / machine.num_sms)
+            search_s = model.layers * waves * num_chunks * _CHUNK_SECONDS
+        read_s = 2 * mean_keys / (machine.bandwidth * share)
         idle_kernels = (rounds - selections) * IDLE_SELECTION_KERNELS
-        kernels = (selections * SELECTION_KERNELS + idle_kernels) * model.layers
-        return selections * read_s + kernels * machine.kernel_seconds
+        kernels = (selections * launches + idle_kernels) * model.layers
+        return selections * (search_s + read_s) + kernels * machine.kernel_seconds
 
     # Steps.
 
@@ -245,3 +286,20 @@ class Predictor:
         usable = [s for s in among if self.draft is not None or s.source != DRAFT]
         steps = [self.step(setting, context, batch, acceptance) for setting in (STOCK, *usable)]
         return max(steps, key=lambda step: step.speedup)
+
+    def break_even(
+        self, among: Sequence[Setting], context: int, batch: int, acceptance: Acceptance
+    ) -> BreakEven | None:
+        """Return the point of the setting that pays from the lowest acceptance; None if none pays.
+
+        Args:
+            acceptance: its acceptance of level 1's tokens by level 2 decides the rounds.
+        """
+        plain_s = self.step(STOCK, context, batch, acceptance).seconds
+        points = []
+        for setting in among:
+            tokens = self.step(setting, context, batch, acceptance).seconds / plain_s
+            if tokens <= setting.num_tokens + 1:
+                needed = acceptance_for(tokens, setting.num_tokens)
+                points.append(BreakEven(setting, tokens, needed))
+        return min(points, key=lambda point: point.acceptance, default=None)
