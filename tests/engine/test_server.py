@@ -58,7 +58,8 @@ def test_the_doctor_reads_the_server(server, client, text, capsys):
     (model,) = json.loads(capsys.readouterr().out)["models"]
     assert model["model"] == MODEL and model["generated_tokens"] >= 80
     assert model["levels"]["num_proposals"] > 0 < model["levels"]["time_seconds"]["level 2"]
-    assert 0 < model["accepted_share"] < 1 < model["tokens_per_full_pass"]
+    assert 0 < model["accepted_share"] < 1 < model["levels"]["mean_acceptance_length"]
+    assert model["levels"]["break_even_tokens"] is None  # lengths are fixed
     assert cli.main(["doctor", "--url", server.address, "--seconds", "0.1"]) == 0
     assert "generated           0 tokens" in capsys.readouterr().out
 
