@@ -96,7 +96,7 @@ def answer_offline(llm, messages: list[dict], max_tokens: int) -> None:
 
 def start_engine(args: argparse.Namespace):
     # GiB of KV cache on a CPU; ignored on a GPU.
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     from vllm import LLM
 
     keys = {"method": "triforce"} | ({"model": args.draft} if args.draft else {})

@@ -26,7 +26,11 @@ def main() -> int:
         help="folder of the benchmark's results; default: build/figures",
     )
     args = parser.parse_args()
-    code = 0 if args.step == "draw" else measure.measure(args.output)
+    try:
+        code = 0 if args.step == "draw" else measure.measure(args.output)
+    except (measure.Incomplete, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 1
     if args.step != "measure" and code in measure.MEASURED:
         draw_all()
     return code

@@ -185,6 +185,8 @@ def test_the_command_keeps_the_users_options(options, wanted):
     assert made == f"{start} {wanted}"
     dotted = command("M", ["--speculative-config.gamma", "3"], {"level2_model": "fp8"})
     assert dotted.endswith("--speculative-config.level2_model fp8") and "{" not in dotted
+    short = command("M", ["-sc.gamma", "3"], {"level2_model": "fp8"})
+    assert short.endswith("--speculative-config.level2_model fp8") and "{" not in short
     assert command("M", [], {}) == "vllm serve M --speculative-model triforce"
 
 
@@ -385,8 +387,12 @@ def test_a_report_keeps_what_is_nobodys(tmp_path):
     engine["settings"] = {"level2_model": "bfloat16"}
     keys = json.dumps({"model": "draft", "level2_model": "secret"})
     argv = ["target", "--speculative-config", keys, "--tokenizer=/srv/models/acme-hidden-7b"]
-    write_report(tmp_path / "fault.json", {"engine": engine}, argv)
-    found = json.loads((tmp_path / "fault.json").read_text())["engine"]
+    prediction = {"choice": {"keys": [], "command": "vllm serve target --tokenizer acme"}}
+    results = {"engine": engine, "prediction": prediction}
+    write_report(tmp_path / "fault.json", results, argv)
+    report = json.loads((tmp_path / "fault.json").read_text())
+    found = report["engine"]
+    assert report["prediction"] == {"choice": {"keys": []}}
     assert found["warnings"] == [*MESSAGES.values()]
     assert found["settings"] == {"level2_model": "bfloat16"} and found["dtype"] == "bfloat16"
 

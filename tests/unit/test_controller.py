@@ -432,6 +432,17 @@ def test_the_break_even_is_of_measured_steps(knows_plain):
     assert 3 * 2 <= sums["speculative_step_seconds"] / plain_s <= 3 + 2 * 3.1 or not knows_plain
 
 
+def test_break_even_counters_rise_where_start_up_was_too_slow():
+    """An overhead learned from long contexts is negative, and exceeds a short context's pass."""
+    found = controller(LONG_PAYS)
+    for _ in range(40):
+        long_s = CostModel(LONG_PAYS).full_pass([1], [100_000])
+        found.observe_step(StepTime(True, [1], [100_000], long_s / 2), None)
+    found.measured.overheads = {key: -0.02 for key in found.measured.overheads}
+    found.observe_step(StepTime(True, [7], [500], 0.014, 6, num_verifying=1), Planned(6, 0.0))
+    assert all(seconds > 0 for seconds in found.break_even.take().values())
+
+
 def test_plain_steps_that_became_faster_are_noticed():
     """The baseline changes while everything is speculated on."""
     found = controller(LONG_PAYS)

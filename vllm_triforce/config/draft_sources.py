@@ -82,7 +82,7 @@ def choose_sources(
         raise ValueError(f"{setting}: {model!r} is {kind}. Use {fitting!r} instead of {unfit!r}.")
     if len(names) > 1 and not can_choose:
         raise ValueError(
-            f"{setting}: nothing chooses between sources here (gamma is given, levels is '2,3', "
-            f"or adaptive is false). Name one, such as {names[0]!r}."
+            f"{setting}: nothing chooses between sources here (gamma, or every length, is given; "
+            f"adaptive is false; or the scheduler is your own). Name one, such as {names[0]!r}."
         )
     return names

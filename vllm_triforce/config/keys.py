@@ -77,8 +77,8 @@ class Keys:
         low=1,
         high=MAX_NUM_SPECULATIVE_TOKENS,
         default_text="chosen",
-        change="if the draft is much better or worse than usual. A given `gamma` also fixes the "
-        "source of drafts",
+        change="if the draft is much better or worse than usual. Beside level 2 a given `gamma` "
+        "also fixes the source of drafts",
     )
     min_context: int = _key(
         None,

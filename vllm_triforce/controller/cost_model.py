@@ -328,7 +328,7 @@ class CostModel:
             return seconds, seconds
         constant = self.speculating_seconds(num_rows, step.is_greedy)
         per_draft = self.draft_seconds(step.is_greedy)
-        plain_s = self.full_pass([1] * num_rows, step.contexts) + overhead_s
+        plain_s = self.plain_step(step.contexts, num_rows, step.is_greedy)
         expected = plain_s + step.planned_seconds + constant + per_draft * step.num_drafts
         seconds = min(step.seconds + step.proposal_seconds, _CREDIBLE * expected)
         error = max(-seconds, seconds - expected)

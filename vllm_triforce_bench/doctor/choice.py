@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.level2_model import check_level2_model
 from vllm_triforce_bench.doctor.layers import Layers
 from vllm_triforce_bench.doctor.memory import level2_model_bytes
-from vllm_triforce_bench.predict.settings import DRAFT, LOOKUP, Acceptance, settings
+from vllm_triforce_bench.predict.settings import DRAFT, Acceptance, settings, sources_of
 from vllm_triforce_bench.predict.steps import Predictor
 
 # Smaller gains count as none, as in the controller.
@@ -38,14 +39,14 @@ class _Configuration:
     context: int
     budget: int
     levels: str
+    sources: tuple[str, ...]
     acceptance: Acceptance
 
     @property
     def speedup(self) -> float:
         if not self.predictor.fits(self.context, 1):
             return 0.0
-        sources = (DRAFT, LOOKUP) if self.predictor.draft else (LOOKUP,)
-        among = settings(self.budget, sources, self.levels)
+        among = settings(self.budget, self.sources, self.levels)
         return self.predictor.best(among, self.context, 1, self.acceptance).speedup
 
 
@@ -64,11 +65,20 @@ def choose(
     """
     config, draft = read_config(vllm_config)
     present = _Configuration(
-        predictor, context, config.budget_of(context), config.levels, acceptance
+        predictor,
+        context,
+        config.budget_of(context),
+        config.levels,
+        sources_of(config),
+        acceptance,
     )
     candidates: list[tuple[str, Any, _Change]] = []
     if config.uses_level2:
-        candidates += [("retrieval_budget", n, _budget(n)) for n in _BUDGETS if n < context]
+        candidates += [
+            ("retrieval_budget", n, _budget(n))
+            for n in _BUDGETS
+            if config.retrieval_recent_tokens < n < context
+        ]
         if config.level2_model is None:
             candidates += _copies(predictor, vllm_config, layers)
     keys: list[dict[str, Any]] = []
@@ -125,7 +135,7 @@ def _copies(
 def _copy(bytes_each: float, rejections: float) -> _Change:
     def change(present: _Configuration) -> _Configuration:
         accepted = present.acceptance
-        lowered = replace(accepted, level2=1 - (1 - accepted.level2) * rejections)
+        lowered = replace(accepted, copy_rejections=rejections)
         predictor = replace(present.predictor, copy_bytes_each=bytes_each)
         return replace(present, predictor=predictor, acceptance=lowered)
 
@@ -147,6 +157,7 @@ def _with_head(present: _Configuration) -> _Configuration:
     return replace(
         present,
         predictor=replace(present.predictor, draft=head),
+        sources=(DRAFT, *present.sources),
         acceptance=replace(present.acceptance, draft=HEAD_ACCEPTANCE),
     )
 
@@ -162,7 +173,7 @@ def command(model: str, options: list[str], keys: dict[str, Any]) -> str:
     parser.add_argument("--speculative-model", "--speculative_model", "--spec-method")
     given, others = parser.parse_known_args(options)
     parts = ["vllm", "serve", model, *others, "--speculative-model", METHOD]
-    if any(option.startswith("--speculative-config.") for option in others):
+    if any(re.match(r"(--speculative[-_]config|-sc)\.", option) for option in others):
         for name, value in keys.items():
             parts += [f"--speculative-config.{name}", str(value)]
     elif merged := {**json.loads(given.speculative_config), **keys}:

@@ -10,13 +10,12 @@ from vllm_triforce_bench.doctor.memory import kv_bytes_each
 from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine, machine_of
 from vllm_triforce_bench.predict.settings import (
-    DRAFT,
     LEVELS,
-    LOOKUP,
     PLAIN,
     Acceptance,
     Setting,
     settings,
+    sources_of,
 )
 from vllm_triforce_bench.predict.steps import Predictor
 
@@ -133,8 +132,7 @@ def _contexts(predictor: Predictor, longest: int, batch: int) -> list[int]:
 
 
 def _among(predictor: Predictor, config: ResolvedConfig, context: int) -> list[Setting]:
-    sources = (DRAFT, LOOKUP) if predictor.draft else (LOOKUP,)
-    return settings(config.budget_of(context), sources, config.levels)
+    return settings(config.budget_of(context), sources_of(config), config.levels)
 
 
 def _cell(

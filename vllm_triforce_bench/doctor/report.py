@@ -62,6 +62,8 @@ def write_report(path: Path, results: dict[str, Any], argv: Iterable[str]) -> No
 def _without_models(results: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """Replace the fields that hold a model's name; returns these names, too."""
     results = json.loads(json.dumps(results))
+    # A command line has names without quotes around them; its keys stand beside it.
+    results.get("prediction", {}).get("choice", {}).pop("command", None)
     engine = results.get("engine", {})
     holders = [(engine, "model", "model"), (engine, "draft", "draft")]
     holders.append((engine.get("settings", {}), "level2_model", "level2_model"))

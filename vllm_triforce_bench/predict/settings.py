@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from vllm_triforce.config import ResolvedConfig
+
 PLAIN, DIRECT, LEVELS = "plain", "direct", "levels"
 DRAFT, LOOKUP = "draft", "lookup"
 _LENGTHS, _GAMMAS = (1, 2, 3, 4, 6, 8, 12, 16), (0, 1, 2, 3, 4)
@@ -49,16 +51,19 @@ class Acceptance:
     Args:
         level2: of level 2's tokens by the full pass, at a budget of 4,096 tokens.
         draft, lookup: of level 1's tokens by level 2, by source.
+        copy_rejections: factor on level 2's rejections, by a copy of the target.
     """
 
     level2: float
     draft: float = 0.5
     lookup: float = 0.3
+    copy_rejections: float = 1.0
 
     def at(self, budget: int) -> float:
         """Level 2's acceptance at another budget."""
         halvings = math.log2(FULL_BUDGET / budget)
-        return max(0.0, 1 - (1 - self.level2) * _REJECTIONS_PER_HALVING**halvings)
+        rejections = (1 - self.level2) * self.copy_rejections
+        return max(0.0, 1 - rejections * _REJECTIONS_PER_HALVING**halvings)
 
     def by_level2(self, source: str) -> float:
         return self.draft if source == DRAFT else self.lookup
@@ -69,6 +74,11 @@ class Acceptance:
         Levels 1 and 2 are taken to err independently.
         """
         return self.by_level2(source) * self.level2
+
+
+def sources_of(config: ResolvedConfig) -> tuple[str, ...]:
+    """Return the kinds of the sources that an engine drafts from."""
+    return tuple(LOOKUP if name == "prompt_lookup" else DRAFT for name in config.sources)
 
 
 def settings(budget: int, sources: tuple[str, ...], levels: str = "1,2,3") -> list[Setting]:
