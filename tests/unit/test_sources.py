@@ -33,7 +33,7 @@ class Careless(TokenSource):
     [([1, 2, 3, 4, 5], [1, 2, 3]), ([1, -1, 3], [1]), ([7, 8, 1], [7]), ([], []), ([0, 7], [0, 7])],
 )
 def test_drafts_are_cut_to_verifiable_tokens(given, drafted):
-    level1 = Level1([Careless(given)], SimpleNamespace(chooses=frozenset()), vocab_size=8)
+    level1 = Level1([Careless(given)], SimpleNamespace(chooses_source=False), vocab_size=8)
     batch = SimpleNamespace(context=lambda proposal, row: np.array([1, 2], np.int32))
     proposal = Proposal.empty(1)
     matches = level1.find_matches(batch, proposal, [0])
