@@ -28,9 +28,8 @@ def why_no_level2(model_config, is_cpu: bool) -> str | None:
     if not is_cpu and has_sinks(model_config):
         return "level 2's attention on GPUs has no attention sinks yet"
     if (lengths := _unequal_lengths(model_config)) is not None:
-        return "its keys have {} numbers and its values {}; level 2 takes one length".format(
-            *lengths
-        )
+        key, value = lengths
+        return f"its keys have {key} numbers and its values {value}; level 2 takes one length"
     return None
 
 
