@@ -25,7 +25,9 @@ class BreakEven:
         self.plain_step_seconds += at_least
 
     def take(self) -> dict[str, float]:
-        """Return the sums by their fields of ``LevelCounters``, and begin again."""
+        """Return the sums by their fields of ``LevelCounters``, if any, and begin again."""
+        if not self.plain_step_seconds:
+            return {}
         sums = asdict(self)
         self.speculative_step_seconds = self.plain_step_seconds = 0.0
         return sums

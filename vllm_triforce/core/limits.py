@@ -18,7 +18,15 @@ def decodes_plainly(params) -> bool:
     Args:
         params: vLLM's ``SamplingParams``.
     """
-    return bool(params.logprob_token_ids) or request_limit(params) == 0
+    return proposal_limit(params, 1) == 0
+
+
+def proposal_limit(params, max_tokens: int) -> int:
+    """Return how many of ``max_tokens`` may be proposed for a request with these parameters."""
+    if params.logprob_token_ids:
+        return 0
+    limit = request_limit(params)
+    return max_tokens if limit is None else min(max_tokens, limit)
 
 
 def is_greedy(params) -> bool:
@@ -33,17 +41,6 @@ def sampling_seed(params) -> int | None:
         params: vLLM's ``SamplingParams``, or None.
     """
     return None if params is None or is_greedy(params) else params.seed
-
-
-def is_eligible(params, num_computed: int, min_context: int) -> bool:
-    """True if a request that decodes may be speculated on.
-
-    Args:
-        params: vLLM's ``SamplingParams``.
-        num_computed: tokens in the KV cache, or an upper bound.
-        min_context: key of that name, in tokens.
-    """
-    return num_computed >= min_context and not decodes_plainly(params)
 
 
 def room_for_proposal(

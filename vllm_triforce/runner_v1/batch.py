@@ -7,11 +7,10 @@ import numpy as np
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.config.request_args import request_limit
 from vllm_triforce.core.limits import (
     decodes_plainly,
-    is_eligible,
     is_greedy,
+    proposal_limit,
     room_for_proposal,
     sampling_seed,
 )
@@ -49,18 +48,16 @@ class RunnerBatch:
         There are none if the result is not positive.
         """
         request, tables = self._request(row), self._runner.input_batch.block_table.block_tables
-        if (
-            not is_eligible(request.sampling_params, num_computed, self._config.min_context)
-            or self._runner.input_batch.req_ids[row] in self._disabled
-        ):
+        if self._runner.input_batch.req_ids[row] in self._disabled:
             return 0
         num_slots = min(int(t.num_blocks_per_row[row]) * t.block_size for t in tables)
         params, max_len = request.sampling_params, self._runner.max_model_len
-        if (limit := request_limit(params)) is not None:
-            max_tokens = min(max_tokens, limit)
+        max_tokens = proposal_limit(params, max_tokens)
         if params.max_tokens is not None:
             max_len = min(max_len, request.num_prompt_tokens + params.max_tokens)
-        max_tokens = room_for_proposal(num_computed, max_tokens, num_slots, max_len)
+        max_tokens = room_for_proposal(
+            num_computed, max_tokens, num_slots, max_len, self._config.min_context
+        )
         num_emitted = num_computed + 1 - request.num_prompt_tokens
         if num_emitted < params.min_tokens:
             # vLLM masks stop tokens of the bonus token by the number of tokens before the step, so

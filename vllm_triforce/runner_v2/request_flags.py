@@ -4,8 +4,7 @@ import numpy as np
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from vllm_triforce.config.keys import MAX_NUM_SPECULATIVE_TOKENS
-from vllm_triforce.config.request_args import request_limit
-from vllm_triforce.core.limits import decodes_plainly
+from vllm_triforce.core.limits import proposal_limit
 
 
 class RequestFlags(LogitsProcessor):
@@ -13,15 +12,12 @@ class RequestFlags(LogitsProcessor):
 
     def __init__(self, max_num_reqs: int) -> None:
         self.has_grammar = np.zeros(max_num_reqs, dtype=bool)
-        self.decodes_plainly = np.zeros(max_num_reqs, dtype=bool)
         self.max_tokens = np.zeros(max_num_reqs, dtype=np.int32)
-        """Longest proposal."""
+        """Longest proposal; 0 for a request that decodes plainly."""
 
     def add_request(self, req_idx: int, sampling_params) -> bool:
         self.has_grammar[req_idx] = sampling_params.structured_outputs is not None
-        self.decodes_plainly[req_idx] = decodes_plainly(sampling_params)
-        limit = request_limit(sampling_params)
-        self.max_tokens[req_idx] = MAX_NUM_SPECULATIVE_TOKENS if limit is None else limit
+        self.max_tokens[req_idx] = proposal_limit(sampling_params, MAX_NUM_SPECULATIVE_TOKENS)
         return False
 
     def apply(self, logits, ctx):

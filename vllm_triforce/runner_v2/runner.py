@@ -87,7 +87,7 @@ class Routes:
         decodes = num_read >= input_batch.prefill_len_np[:num_reqs]
         max_lens = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy()
         states = input_batch.idx_mapping_np[:num_reqs]
-        is_eligible = decodes & ~self.flags.decodes_plainly[states]
+        is_eligible = decodes & (self.flags.max_tokens[states] > 0)
         is_eligible &= max_lens >= self.config.min_context
         for row in np.flatnonzero(is_eligible[: self.config.max_batch]).tolist():
             request_id = input_batch.req_ids[row]
@@ -371,11 +371,11 @@ class RunnerAdapterV2(BaseAdapterV2):
         """Keep the states of a full pass, of requests for which a slot is free."""
         built, slots, num_reqs = self.built, self.built.slots, input_batch.num_reqs
         request_ids = input_batch.req_ids[:num_reqs]
-        decodes_plainly = self._flags.decodes_plainly[input_batch.idx_mapping_np[:num_reqs]]
+        max_tokens = self._flags.max_tokens[input_batch.idx_mapping_np[:num_reqs]]
         kept = {
             request_id
-            for request_id, plain in zip(request_ids, decodes_plainly)
-            if request_id in slots or not (plain or request_id in self._disabled_requests)
+            for request_id, limit in zip(request_ids, max_tokens)
+            if request_id in slots or (limit and request_id not in self._disabled_requests)
         }
         planned = {} if self.plan is None else self.plan.proposing
         new_ids = [r for r in request_ids if r in kept and r not in slots]

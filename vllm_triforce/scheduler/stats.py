@@ -39,7 +39,8 @@ class PaddingStatsMixin(SchedulerBase):
         """Note the verified tokens of the step, before vLLM counts them."""
         self._verified, self._snapshots = {}, []
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        if drafts or self._unverified or report_of(model_runner_output) is not None:
+        report = report_of(model_runner_output)
+        if drafts or self._unverified or (report is not None and report.proposed):
             self._verified = self._verified_in(scheduler_output, model_runner_output)
         if self._verified and self.spec_decode_metrics_level != "none":
             self._snapshots = self._request_metrics()

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.config import read_config
-from vllm_triforce.core.limits import is_eligible
+from vllm_triforce.core.limits import decodes_plainly
 from vllm_triforce.core.messages import drafts_of
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
@@ -89,5 +89,6 @@ class TriForceScheduler(
                 or has_seed(request)
             )
             and not request.is_prefill_chunk
-            and is_eligible(request.sampling_params, request.num_computed_tokens, self._min_context)
+            and request.num_computed_tokens >= self._min_context
+            and not decodes_plainly(request.sampling_params)
         )

@@ -21,11 +21,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.config import read_config
 from vllm_triforce.config.draft_sources import SOURCES
-from vllm_triforce.config.request_args import request_limit
 from vllm_triforce.controller import Candidate, Controller, CostModel
 from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
 from vllm_triforce.controller.routes import HIERARCHICAL
-from vllm_triforce.core.limits import is_eligible, is_greedy
+from vllm_triforce.core.limits import is_greedy, proposal_limit
 from vllm_triforce.core.messages import (
     RequestPlan,
     StepPlan,
@@ -90,7 +89,7 @@ class StepPlanMixin(SchedulerBase):
             request_id not in max_tokens and not self.requests[request_id].is_prefill_chunk
             for request_id in request_ids
         )
-        plan = self.plan_step(max_tokens, num_plain, self._reads_prompts(request_ids))
+        plan = self.plan_step(max_tokens, num_plain, request_ids)
         plan = self._fit_to_room(scheduler_output, plan)
         attach_plan(scheduler_output, plan)
         for request_id in request_ids:
@@ -121,15 +120,17 @@ class StepPlanMixin(SchedulerBase):
         return replace(plan, proposing=proposing)
 
     def plan_step(
-        self, max_tokens: Mapping[str, int], num_plain: int, reads_prompts: bool = False
+        self, max_tokens: Mapping[str, int], num_plain: int, scheduled: Mapping[str, int]
     ) -> StepPlan:
         """Plan the step's proposals.
+
+        Beside a request that reads its prompt nobody goes through level 2, whose passes would delay
+        it, but seeded requests: they must not depend on arrivals.
 
         Args:
             max_tokens: maximum tokens to propose, by request id.
             num_plain: number of the step's other requests.
-            reads_prompts: True if any of these reads its prompt, which level 2's passes would
-                delay. Seeded requests propose all the same: they must not depend on arrivals.
+            scheduled: tokens of the step, by request id.
         """
         if self.decisions is None:
             number, self._num_steps = self._num_steps, self._num_steps + 1
@@ -147,6 +148,7 @@ class StepPlanMixin(SchedulerBase):
             lambda request_id: self._candidate(self.requests[request_id], max_tokens[request_id]),
             num_plain,
         )
+        reads_prompts = bool(chosen) and self._reads_prompts(scheduled)
         proposing = {
             request_id: RequestPlan(choice.route, choice.num_tokens, rounds)
             for request_id, (choice, rounds) in chosen.items()
@@ -175,14 +177,10 @@ class StepPlanMixin(SchedulerBase):
             request.is_prefill_chunk
             or (is_first and self.decisions is not None)
             or request.request_id in self._disabled
-            or not is_eligible(
-                request.sampling_params, request.num_computed_tokens, self._config.min_context
-            )
+            or request.num_computed_tokens < self._config.min_context
         ):
             return 0
-        max_tokens = self.num_spec_tokens
-        if (limit := request_limit(request.sampling_params)) is not None:
-            max_tokens = min(max_tokens, limit)
+        max_tokens = proposal_limit(request.sampling_params, self.num_spec_tokens)
         if not has_seed(request):
             # This step and the next one each add at least one token beside the proposal. The
             # count of tokens left depends on when outputs arrive. A seeded request must not depend
@@ -239,13 +237,12 @@ class StepPlanMixin(SchedulerBase):
 
     def send_break_even(self, outputs) -> None:
         """Send the controller's counters of the step."""
-        if self.decisions is not None:
-            sums = self.decisions.controller.break_even.take()
-            if any(sums.values()):
-                counters = LevelCounters()
-                counters.add_step_seconds(**sums)
-                added = carrier.flatten(counters)
-                carrier.put(outputs, {name: added[name] for name in sums})
+        if self.decisions is None or not (sums := self.decisions.controller.break_even.take()):
+            return
+        counters = LevelCounters()
+        counters.add_step_seconds(**sums)
+        added = carrier.flatten(counters)
+        carrier.put(outputs, {name: added[name] for name in sums})
 
     def _step_seen(
         self,
