@@ -4,7 +4,8 @@ python -m tests.first_tokens [v1] [v2] [schedule] [256] [2048] [8192]
 
 ``v1``: the embedded pair; every request repeats itself, so that prompt lookup predicts it. ``v2``:
 vLLM's schedulers over a device of computed times (``tests/simulation``), in its seconds.
-``schedule``: seconds of ``schedule()`` while a prompt of 96,000 cached tokens waits for KV blocks.
+``schedule``: milliseconds of ``schedule()`` while a prompt of 96,000 cached tokens waits for KV
+blocks, and of the scheduler in a step of Runner V2 in which nothing is proposed.
 """
 
 import os
@@ -25,6 +26,7 @@ from tests.simulation.world import MACHINES, Text, World
 # Tokens of a step, and of the late prompt: read in several steps, or just in one.
 STEPS = {256: 1000, 2048: 2000, 8192: 8100}
 TURNS = 4  # of stock vLLM and TriForce, one after the other
+UNPREDICTED = Text(0.3, 0.1, match=0.1, lookup=0.1)
 PREDICTED = Text(0.95, 0.8, match=0.9, lookup=0.8)
 
 
@@ -107,19 +109,38 @@ def times_of_schedule(is_ours: bool, num_steps: int = 30) -> float:
     after = len(engine.seen) + 20
     engine.run([], lambda: len(engine.seen) >= after)
     engine.add(Arrival(engine.now, 96_000, 1, prefix=1))  # its prefix's tail was overwritten
-    seconds, schedule = [], scheduler.schedule
-
-    def timed():
-        start = time.perf_counter()
-        try:
-            return schedule()
-        finally:
-            seconds.append(time.perf_counter() - start)
-
-    scheduler.schedule = timed
+    seconds = _time_calls(scheduler, "schedule")
     engine.run([], lambda: len(seconds) >= num_steps)
     assert len(scheduler.waiting) == 1, "it should wait"
     return median(seconds)
+
+
+def times_of_plain_steps(is_ours: bool, num_reqs: int, num_steps: int = 600) -> float:
+    """Return the median seconds of the scheduler in a step of requests that decode plainly."""
+    scheduler = make_scheduler(is_ours)
+    engine = Engine(scheduler, World(MACHINES["mha"], UNPREDICTED, Random(1)))
+    for _ in range(num_reqs):
+        engine.add(Arrival(0.0, 4_000, 6000, {"temperature": 0.0}))
+    engine.run([], lambda: len(engine.seen) >= 400)
+    parts = [_time_calls(scheduler, name) for name in ("schedule", "update_from_output")]
+    engine.run([], lambda: len(parts[1]) >= num_steps)
+    return sum(map(median, parts))
+
+
+def _time_calls(scheduler, name: str) -> list[float]:
+    """Return a list to which each further call of a method adds its seconds."""
+    seconds: list[float] = []
+    method = getattr(scheduler, name)
+
+    def timed(*args):
+        start = time.perf_counter()
+        try:
+            return method(*args)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    setattr(scheduler, name, timed)
+    return seconds
 
 
 def _print(runner: str, size: int, budget: int, prompt: int, stock, ours) -> None:
@@ -158,6 +179,9 @@ def main() -> None:
     if "schedule" in asked:
         stock, ours = times_of_schedule(False), times_of_schedule(True)
         print(f"schedule(): ms {1e3 * stock:.2f} {1e3 * ours:.2f} ({ours / stock:.2f})")
+        for size in (1, 8, 32):
+            stock, ours = (1e6 * times_of_plain_steps(is_ours, size) for is_ours in (False, True))
+            print(f"a plain step of {size}: microseconds {stock:.0f} {ours:.0f}")
 
 
 if __name__ == "__main__":

@@ -150,7 +150,9 @@ class LevelCounters:
         """Add to the time of a part."""
         self.time_seconds[part] = self.time_seconds.get(part, 0.0) + seconds
 
-    def add_step_seconds(self, speculative_step_seconds: float, plain_step_seconds: float) -> None:
+    def add_step_seconds(
+        self, speculative_step_seconds: float = 0.0, plain_step_seconds: float = 0.0
+    ) -> None:
         """Add steps that verified proposals."""
         self.speculative_step_seconds += speculative_step_seconds
         self.plain_step_seconds += plain_step_seconds
