@@ -27,7 +27,7 @@ from vllm_triforce.controller.planner import (
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, SourceTraits
 from vllm_triforce.controller.stop_rule import StopRule, StopRules
 
-# Decisions between two adoptions of learned costs; in the beginning, each power of 2.
+# Decisions between two adoptions of the first rank's costs; in the beginning, each power of 2.
 _ADOPT_EVERY = 16
 # Lengths that are always compared; of longer ones those whose full pass was measured.
 _SHORT_LENGTHS = range(1, 9)
@@ -120,12 +120,14 @@ class Controller:
         Args:
             model: this rank's costs.
             adopt: returns the first rank's costs, where there are several ranks. Ranks that decided
-                differently would wait for each other's passes.
+                differently would wait for each other's passes. One rank alone decides by its newest
+                costs: where the machine slows down in the middle of an answer, plain steps must not
+                seem slow earlier than passes.
         """
         model = replace(model, drafts_per_round=self._drafts_per_round)
         self.measured = model
-        self._adopt = lambda: (adopt(model) if adopt else model).copy()
-        self._use_costs(self._adopt())
+        self._adopt = adopt
+        self._use_costs(self._newest_costs(model))
 
     def seeded_request_joined(self) -> None:
         """Decide in this step: no rest may delay a seeded request."""
@@ -149,8 +151,8 @@ class Controller:
         self.planned, self.is_steady = None, False
         choices = [self._fixed.choice(candidate) for candidate in candidates]
         if self.chooses:
-            if self._adoption_is_due():
-                self._use_costs(self._adopt())
+            if self.measured is not None and self._adoption_is_due():
+                self._use_costs(self._newest_costs(self.measured))
             self.num_decisions += 1
             options = self._options(candidates, num_plain)
             costs = self.step_costs(candidates, num_plain)
@@ -166,10 +168,12 @@ class Controller:
         return choices
 
     def _adoption_is_due(self) -> bool:
-        if self.measured is not None and self.measured.has_lost:  # on one rank alone, on Runner V2
-            return True
         count = self.num_decisions
-        return count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count.bit_count() == 1)
+        is_due = count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count.bit_count() == 1)
+        return self._adopt is None or is_due
+
+    def _newest_costs(self, measured: CostModel) -> CostModel:
+        return self._adopt(measured).copy() if self._adopt else measured
 
     def hold(self) -> None:
         """Count a step that repeats the newest decision."""

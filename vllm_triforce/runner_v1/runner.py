@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
@@ -142,7 +143,9 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         """Measure the passes and start the controller, if it has anything to choose."""
         controller = self.built.speculator.controller
         if self.config.adaptive_keys:
-            controller.start(CostModel(self._measure()), adopt=broadcast_from_first_rank)
+            has_ranks = get_tp_group().world_size > 1
+            adopt = broadcast_from_first_rank if has_ranks else None
+            controller.start(CostModel(self._measure()), adopt)
             logger.info("%s", describe(controller))
 
     def measured_passes(self, remeasure: bool) -> Measurements | None:
