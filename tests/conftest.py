@@ -16,7 +16,7 @@ import gc
 import pytest
 
 from tests.models import PAIR, make_llama
-from tests.one_process import allow_many_engines, end_process_groups
+from tests.one_process import allow_many_engines, end_process_groups, inspect_models_here
 
 ENGINE = dict(
     dtype="float32",
@@ -90,6 +90,11 @@ def short_calibration():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_MAX_SECONDS", 1.0)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_inspected_here():
+    inspect_models_here()
 
 
 @pytest.fixture(scope="session")

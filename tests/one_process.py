@@ -1,4 +1,4 @@
-"""What a process needs in which engines, stock and others, come and go."""
+"""What a process needs in which engines, stock and others, come and go, and what saves time."""
 
 import gc
 
@@ -19,6 +19,13 @@ def allow_many_engines() -> None:
     core.cleanup_dist_env_and_memory = gc.collect
     fix_kernel_rebinding()
     _freeze_modules()
+
+
+def inspect_models_here() -> None:
+    """Inspect model classes in this process: vLLM starts another for each, which imports vLLM."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def _freeze_modules() -> None:

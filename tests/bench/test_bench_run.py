@@ -174,6 +174,7 @@ def test_what_is_measured_is_not_measured_again_and_a_difference_fails(measured,
 
 
 @pytest.mark.engine
+@pytest.mark.thorough
 def test_a_datasets_prompts_one_by_one(pair, tmp_path):
     """Each repetition has another prompt of the dataset, as long as it is."""
     path = tmp_path / "texts.jsonl"

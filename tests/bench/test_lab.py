@@ -477,6 +477,7 @@ def test_bad_input_is_refused_before_the_model_loads(changed, named, capsys, mon
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_broken_policy_of_another_package_harms_only_who_compares_it(tmp_path):
     """The help names it without loading it, others are measured without it; who asks for it, if
     only by asking for all, is told what is wrong and what to do. A name that is taken is said."""

@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 TOKENS_ONLY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["bfloat16", pytest.param("int8", marks=pytest.mark.thorough)])
 def test_a_copy_takes_what_the_doctor_says(pair, tmp_path, name):
     """Within 2 %. Some CPUs' kernels hide packed weights: those of the checkpoint count."""
     copy = make_int8(tmp_path / name, pair["target"]) if name == "int8" else name

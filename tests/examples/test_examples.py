@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from tests.models import ROOT
+from tests.one_process import allow_many_engines
 from tests.serving import serve
 from tests.v2.environment import needs_interpreter, v2_environment
 
@@ -65,8 +66,23 @@ def address(server) -> str:
     return f"{server.address}/v1"
 
 
-def test_offline():
-    said = run(sys.executable, EXAMPLES / "offline.py", *SMALL, "--keys", json.dumps(KEYS))
+@pytest.fixture
+def run_here(monkeypatch, capsys, engines):
+    """Run an example in this process: another takes a while to import vLLM."""
+
+    def run_script(name: str, *arguments) -> str:
+        engines.clear()
+        allow_many_engines()
+        script = str(EXAMPLES / name)
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        runpy.run_path(script, run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_script
+
+
+def test_offline(run_here):
+    said = run_here("offline.py", *SMALL, "--keys", json.dumps(KEYS))
     accepted, drafted = map(int, re.search(FIGURES, said).groups())
     assert 0 < accepted <= drafted
     assert "temperature 0," in said and "temperature 0.8," in said
@@ -90,11 +106,11 @@ def test_questions_about_a_long_document(server, address):
     assert server.metrics()[hits] - before > 0.9 * sum(map(int, sizes[1:]))
 
 
-def test_questions_without_a_server():
-    script, models = EXAMPLES / "long_document_chat.py", EXAMPLES / "models"
+def test_questions_without_a_server(run_here):
+    models = EXAMPLES / "models"
     given = ("--target", models / "target", "--draft", models / "draft", "--dtype", "float32")
     sizes = ("--max-model-len", "8192", "--characters", "6000", "--max-tokens", "16", "--eager")
-    said = run(sys.executable, script, *given, *sizes)
+    said = run_here("long_document_chat.py", *given, *sizes)
     assert len(re.findall(r"\d+ tokens in, 16 out: [\d.]+ s", said)) == 3, said
 
 

@@ -101,6 +101,7 @@ def test_short_run():
     assert fuzzed("v1", 3)["streams driven"] == 3
 
 
+@pytest.mark.thorough
 @needs_interpreter
 def test_short_run_on_runner_v2():
     assert fuzzed("v2", 1)["streams driven"] == 1

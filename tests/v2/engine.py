@@ -4,6 +4,7 @@ import os
 from contextlib import contextmanager
 
 from tests.inside import worker_of
+from tests.one_process import inspect_models_here
 
 # Selection inside level 2's passes takes a second a pass in the interpreter. Cases name it, or all
 # have it with TRIFORCE_TEST_REFRESH=0.
@@ -15,6 +16,7 @@ def make_engine(model: str, triforce: dict | None = None, **arguments):
     from vllm import LLM
     from vllm.v1.sample.ops import topk_topp_sampler
 
+    inspect_models_here()
     # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's way is exact too.
     topk_topp_sampler.HAS_TRITON = False
     fixed = {"method": "triforce", "min_context": 0, "adaptive": False}
