@@ -408,13 +408,11 @@ def test_the_break_even_is_of_requests_that_propose():
     found.add(step, 0.015, 0.010)
     sums = found.take()
     assert sums["speculative_step_seconds"] == pytest.approx(0.040)
-    assert sums["plain_step_seconds"] == pytest.approx(0.020)
+    assert sums.get("plain_step_seconds", 0.0) == pytest.approx(0.020)
     # A proposal that came to nothing costs time all the same.
     found.add(StepTime(True, [7], [1000], 0.0, num_drafts=6), 0.015, 0.010)
-    assert found.take() == pytest.approx(
-        {"speculative_step_seconds": 0.005, "plain_step_seconds": 0.0}
-    )
-    assert not any(found.take().values())
+    assert found.take() == pytest.approx({"speculative_step_seconds": 0.005})
+    assert not found.take()
 
 
 @pytest.mark.parametrize("knows_plain", [True, False])
@@ -428,8 +426,8 @@ def test_the_break_even_is_of_measured_steps(knows_plain):
         step = StepTime(True, [7], context, seconds, 6, 2 * plain_s, num_verifying=1)
         found.observe_step(step, Planned(6, 2 * plain_s))
     sums = found.break_even.take()
-    assert sums["plain_step_seconds"] == pytest.approx(2 * plain_s * knows_plain)
-    assert 3 * 2 <= sums["speculative_step_seconds"] / plain_s <= 3 + 2 * 3.1 or not knows_plain
+    assert sums.get("plain_step_seconds", 0.0) == pytest.approx(2 * plain_s * knows_plain)
+    assert not knows_plain or 6 <= sums["speculative_step_seconds"] / plain_s <= 3 + 2 * 3.1
 
 
 def test_break_even_counters_rise_where_start_up_was_too_slow():
@@ -601,9 +599,8 @@ def test_a_trial_pays_for_verification_and_reevaluation():
     contexts = [500] * 4
     plain = found.measured.full_pass([1] * 4, contexts)
     for _ in range(50):
-        found.measured.observe_step(
-            StepTime(True, [1] * 4, contexts, 1.1 * plain, is_reevaluation=True)
-        )
+        step = StepTime(True, [1] * 4, contexts, 1.1 * plain, proposal_seconds=0.1 * plain)
+        found.measured.observe_step(dataclasses.replace(step, is_reevaluation=True))
     found.measured.speculating[3, True] = fixed = 0.2 * plain
     # Next to nothing is accepted, and much could be gained if it were.
     engine = found.acceptance.greedy

@@ -1,6 +1,6 @@
 """Break-even of speculation, as measured: two sums for /metrics."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from vllm_triforce.controller.measurements import StepTime
 
@@ -26,8 +26,6 @@ class BreakEven:
 
     def take(self) -> dict[str, float]:
         """Return the sums by their fields of ``LevelCounters``, if any, and begin again."""
-        if not self.plain_step_seconds:
-            return {}
-        sums = asdict(self)
+        sums = {name: value for name, value in vars(self).items() if value}
         self.speculative_step_seconds = self.plain_step_seconds = 0.0
         return sums

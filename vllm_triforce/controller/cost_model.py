@@ -15,6 +15,9 @@ _FASTER = 1 / 2
 _FORGOTTEN = 1 / 1024  # in a plain step
 # A step is believed to have taken at most twice the expected time: engines pause.
 _CREDIBLE = 2.0
+# A decision delays its batch by at most so many times its own seconds: the step around it varies by
+# more, and one that seems dear is not repeated for long.
+_WAKE = 3.0
 # Relative error of predictions, before any was compared with a step; and at least, since
 # acceptance is predicted worse than time.
 _FIRST_ERROR, _MIN_ERROR = 0.15, 0.05
@@ -315,6 +318,8 @@ class CostModel:
             self.speed = _moved(self.speed, faster, self.speed)
         if not step.num_drafts:
             seconds = min(step.seconds, _CREDIBLE * plain_s)
+            if step.is_reevaluation:
+                seconds = min(seconds, passes_s + overhead_s + _WAKE * step.proposal_seconds)
             # Negative where the start-up measured this pass too slow and not those of proposals,
             # which hold ``speed``.
             beside_s = max(-passes_s / 2, seconds - passes_s)

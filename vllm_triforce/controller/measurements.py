@@ -142,7 +142,7 @@ class StepTime:
     """Without the proposal made in it, which belongs to the next step."""
     num_drafts: int = 0
     proposal_seconds: float = 0.0
-    """Of the proposal that this step verified."""
+    """Of the proposal that this step verified; of a reevaluation, of the decision alone."""
     num_accepted: int = 0
     """Accepted drafts of all requests."""
     planned_seconds: float = 0.0

@@ -234,9 +234,10 @@ class PlainSteps:
         if last is not None and last.request_ids == scheduled.keys():
             seconds = now - last.start
             if not last.time.is_reevaluation:
-                seconds -= proposal_seconds
-            if backoff.is_resting or not last.time.is_reevaluation:
-                step_time = replace(last.time, seconds=seconds)
+                step_time = replace(last.time, seconds=seconds - proposal_seconds)
+                self._controller.observe_step(step_time, last.planned)
+            elif backoff.is_resting:
+                step_time = replace(last.time, seconds=seconds, proposal_seconds=proposal_seconds)
                 self._controller.observe_step(step_time, last.planned)
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
