@@ -575,6 +575,22 @@ def test_measured_times_replace_the_prediction():
     assert model.full_pass([1], [16]) == pytest.approx(0.010, rel=0.05)
 
 
+@pytest.mark.parametrize("is_slow_for_a_while", [True, False])
+def test_passes_become_faster_with_plain_steps(is_slow_for_a_while):
+    """Passes that took three times as long on a slow machine are tried again on a fast one; those
+    that are slow by themselves are not, however plain steps vary."""
+    model, draw = CostModel(LONG_PAYS), random.Random(1)
+    before, plain_s = model.level2(1, 3), model.full_pass([1], [4000])
+    slow_s = 3 * plain_s if is_slow_for_a_while else plain_s
+    for _ in range(60):
+        model.observe("level 2", model.level2(1, 3), 3 * before)
+        model.observe_step(StepTime(True, [1], [4000], slow_s))
+    for _ in range(200):
+        model.observe_step(StepTime(True, [1], [4000], plain_s * draw.gauss(1, 0.05)))
+    wanted = before if is_slow_for_a_while else 3 * before
+    assert model.level2(1, 3) == pytest.approx(wanted, rel=0.25)
+
+
 @pytest.mark.parametrize("num_drafts", [0, 6])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_pause_is_not_taken_for_a_steps_time(num_drafts, is_known):

@@ -18,6 +18,8 @@ _CREDIBLE = 2.0
 # A decision delays its batch by at most so many times its own seconds: the step around it varies by
 # more, and one that seems dear is not repeated for long.
 _WAKE = 3.0
+# Share of a plain step's time from which on the machine has become faster: beyond noise.
+_FASTER_MACHINE = 0.85
 # Relative error of predictions, before any was compared with a step; and at least, since
 # acceptance is predicted worse than time.
 _FIRST_ERROR, _MIN_ERROR = 0.15, 0.05
@@ -329,7 +331,9 @@ class CostModel:
             # makes everything pay, and then hardly any step is plain. Steps that decide are
             # learned alike, for the difference is what counts.
             weight = _FASTER if old_s is not None and beside_s < old_s else _NEW
-            learned[key] = _moved(old_s, beside_s, seconds, weight)
+            learned[key] = new_s = _moved(old_s, beside_s, seconds, weight)
+            if old_s is not None and not step.is_reevaluation:
+                self._shrink_factors((passes_s + new_s) / (passes_s + old_s))
             return seconds, seconds
         constant = self.speculating_seconds(num_rows, step.is_greedy)
         per_draft = self.draft_seconds(step.is_greedy)
@@ -348,6 +352,16 @@ class CostModel:
         error = self.error + (relative - self.error) / (_FIRST_WEIGHT + self.num_errors)
         self.error = max(_MIN_ERROR, error)
         return seconds, plain_s
+
+    def _shrink_factors(self, share: float) -> None:
+        """Let passes become faster with plain steps, which now take this share of their time.
+
+        What was learned while the machine was slow would forbid the proposals that correct it.
+        """
+        if share > _FASTER_MACHINE:
+            return
+        self.factors = {n: min(f, max(1.0, share * f)) for n, f in self.factors.items()}
+        self.rounds = {n: min(f, max(1.0, share * f)) for n, f in self.rounds.items()}
 
 
 def _moved(old: float | None, new: float, max_change: float, weight: float = _NEW) -> float:
