@@ -24,7 +24,7 @@ class Candidate:
     """Tokens."""
     max_tokens: int
     """Longest proposal that fits."""
-    match_classes: Mapping[str, int] = field(default_factory=dict)
+    match_classes: Mapping[str, int | None] = field(default_factory=dict)
     """Match class by source that has tokens for the request; sources that always have
     some may be missing."""
     has_seed: bool = False
