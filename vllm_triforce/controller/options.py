@@ -25,8 +25,7 @@ class Candidate:
     max_tokens: int
     """Longest proposal that fits."""
     match_classes: Mapping[str, int | None] = field(default_factory=dict)
-    """Match class by source that has tokens for the request; sources that always have
-    some may be missing."""
+    """Match class by source, None for no tokens; sources that always have some may be missing."""
     has_seed: bool = False
     is_greedy: bool = True
     num_uncached_tokens: int = 0
