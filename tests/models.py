@@ -77,7 +77,7 @@ def make_head(
     from safetensors.torch import save_file
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(target)
+    config = AutoConfig.from_pretrained(target).get_text_config()
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     generator = torch.Generator().manual_seed(seed)

@@ -3,6 +3,10 @@
 import math
 from contextlib import contextmanager
 
+import torch
+from vllm import SamplingParams
+
+from tests.calibration import frequency_p_value, surprise_p_value, transform_p_value
 from tests.generation import NOISE, assert_same_tokens
 from vllm_triforce.metrics.report import counters_of
 
@@ -10,11 +14,10 @@ from vllm_triforce.metrics.report import counters_of
 LOGPROB_TOLERANCE = 1e-3
 
 
-def run(llm, prompts: list[list[int]], params: list, **kwargs):
-    """Generate outputs of prompts with a ``SamplingParams`` each."""
-    return llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False, **kwargs
-    )
+def run(llm, prompts: list[list[int]] | list[dict], params: list, **kwargs):
+    """Generate outputs of prompts, tokens or vLLM's, with a ``SamplingParams`` each."""
+    prompts = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
+    return llm.generate(prompts, params, use_tqdm=False, **kwargs)
 
 
 @contextmanager
@@ -96,3 +99,26 @@ def _is_close_rank(token: int, table, found: int | None) -> bool:
         return all(_is_close(logprob, by_rank[rank]) for rank in between)
     # Below the listed tokens many are nearly as likely as their neighbours.
     return abs(wanted - found) <= 1 + wanted // 50
+
+
+def p_values(stock, outputs: list, top_k: int, prompts: list[dict] | None = None) -> list[float]:
+    """Compare tokens sampled of ``top_k`` at temperature 1 with stock's log-probabilities, by each
+    test of ``calibration``; tokens are named by their rank.
+
+    Args:
+        prompts: vLLM's, where they are more than tokens.
+    """
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20, detokenize=False)
+    prompts = prompts or [{"prompt_token_ids": output.prompt_token_ids} for output in outputs]
+    new = [list(output.outputs[0].token_ids) for output in outputs]
+    whole = [{**p, "prompt_token_ids": [*p["prompt_token_ids"], *n]} for p, n in zip(prompts, new)]
+    probs, ranks = [], []
+    for token_ids, read in zip(new, run(stock, whole, [asked] * len(whole))):
+        tables = read.prompt_logprobs[-len(token_ids) :]
+        for token, table in zip(token_ids, tables, strict=True):
+            best = sorted(table, key=lambda each: -table[each].logprob)[:top_k]
+            assert token in best, "a token that top_k excludes"
+            ranks.append(best.index(token))
+            probs.append(torch.tensor([table[t].logprob for t in best]).double().softmax(0))
+    drawn = torch.stack(probs), torch.tensor(ranks)
+    return [test(*drawn) for test in (frequency_p_value, transform_p_value, surprise_p_value)]

@@ -62,7 +62,7 @@ TABLE: list[Surface] = [
     calls("utils/cpu_resource_utils.py", "get_cgroup_memory_limit", "", CHECK_OFFLOAD),
     has("config/parallel.py", "ParallelConfig", "tensor_parallel_size nnodes data_parallel_size_local", CHECK_OFFLOAD),
     has("config/cache.py", "CacheConfig", "block_size cache_dtype get_resolved_kv_cache_layout", CHECK),
-    has("config/model.py", "ModelConfig", "model runner_type is_encoder_decoder is_attention_free is_hybrid has_inner_state use_mla uses_mrope enable_prompt_embeds supports_multimodal_inputs uses_alibi architectures hf_text_config get_vocab_size max_model_len dtype seed", CHECK),
+    has("config/model.py", "ModelConfig", "model runner_type is_encoder_decoder is_attention_free is_hybrid has_inner_state use_mla uses_mrope enable_prompt_embeds uses_alibi architectures hf_text_config get_vocab_size max_model_len dtype seed", CHECK),
     calls("transformers_utils/config.py", "get_safetensors_params_metadata", "model, revision=", "vllm_triforce/config/check_head.py"),
     calls("transformers_utils/repo_utils.py", "get_model_path", "model", "vllm_triforce/config/check_head.py"),
     calls("transformers_utils/config.py", "get_config", "model, trust_remote_code=, revision=, code_revision=", "vllm_triforce/config/check_draft.py"),

@@ -7,7 +7,7 @@
 from tests.contract.surface import Surface, calls, derives, does, has, overrides
 
 MIXIN, BUILD = "vllm_triforce/worker/base.py", "vllm_triforce/core/kv_groups.py"
-CACHE = "vllm_triforce/core/draft_cache.py"
+CACHE, PASS = "vllm_triforce/core/draft_cache.py", "vllm_triforce/core/model_pass.py"
 V1, V2 = "vllm_triforce/runner_v1/runner.py", "vllm_triforce/runner_v2/runner.py"
 OURS2 = "vllm_triforce/runner_v2/base_adapter.py"
 OFF, HANDED = "vllm_triforce/runner_v1/plain_steps.py", "vllm_triforce/runner_v2/reports.py"
@@ -67,6 +67,7 @@ WORKERS: list[Surface] = [
 RUNNER_V1: list[Surface] = [
     derives("v1/spec_decode/draft_model.py", "DraftModelProposer", "SpecDecodeBaseProposer", V1),
     calls("v1/spec_decode/draft_model.py", "DraftModelProposer.__init__", "vllm_config, device, runner", V1),
+    overrides(BASE, "SpecDecodeBaseProposer._raise_if_mrope", "self", "vllm_triforce/worker/cpu.py"),
     overrides(BASE, "SpecDecodeBaseProposer.load_model", "self, target_model", V1),
     overrides("v1/spec_decode/draft_model.py", "DraftModelProposer._get_model", "self", V1),
     overrides(BASE, "SpecDecodeBaseProposer.dummy_run", "self, num_tokens, use_cudagraphs=, is_graph_capturing=, slot_mappings=", V1),
@@ -95,8 +96,21 @@ RUNNER_V1: list[Surface] = [
     has("v1/core/sched/output.py", "SchedulerOutput", "scheduled_new_reqs scheduled_cached_reqs finished_req_ids num_scheduled_tokens total_num_scheduled_tokens scheduled_spec_decode_tokens kv_connector_metadata", OFF),
     has("v1/core/sched/output.py", "CachedRequestData", "req_ids resumed_req_ids num_computed_tokens new_block_ids", OFF),
     has("v1/core/sched/output.py", "NewRequestData", "block_ids num_computed_tokens", OFF),
+    has("v1/core/sched/output.py", "NewRequestData", "mm_features prefill_token_ids", FACTS),
+    has("multimodal/inputs.py", "MultiModalFeatureSpec", "mm_position", FACTS),
+    has("multimodal/inputs.py", "PlaceholderRange", "offset length is_embed", FACTS),
+    has("v1/worker/gpu/mm/encoder_cache.py", "EncoderCache", "mm_features", FACTS),
+    has("v1/worker/gpu/mm/rope.py", "RopeState", "prefill_delta positions", BATCH2),
+    has("v1/worker/gpu/model_states/default.py", "DefaultModelState", "rope_state", V2),
+    # The form in which both runners feed the target.
+    has("config/model.py", "ModelConfig", "supports_multimodal_inputs uses_mrope mrope_num_dims", PASS),
+    calls("model_executor/models/interfaces.py", "SupportsMultiModal.embed_input_ids", "input_ids, multimodal_embeddings, is_multimodal=", PASS),
+    does(RUNNER, "GPUModelRunner.__init__", "self.mrope_positions = < self._make_buffer(", PASS),
+    does(RUNNER, "GPUModelRunner._preprocess", "self.model.embed_input_ids( < self._prepare_mm_inputs(", PASS),
+    does("v1/worker/gpu/mm/rope.py", "RopeState.__init__", "self.positions = < torch.zeros(", PASS),
+    does(RUNNER2, "GPUModelRunner.execute_model", "self.model_state.prepare_inputs_embeds( < requires_raw_input_tokens(", PASS),
     has("v1/worker/gpu_input_batch.py", "InputBatch", "token_ids_cpu req_ids block_table", V1),
-    has("v1/worker/gpu_input_batch.py", "CachedRequestState", "sampling_params num_prompt_tokens", V1),
+    has("v1/worker/gpu_input_batch.py", "CachedRequestState", "sampling_params num_prompt_tokens mm_features mrope_position_delta", V1),
     has("v1/worker/block_table.py", "MultiGroupBlockTable", "block_tables", V1),
     has("v1/worker/block_table.py", "BlockTable", "block_table num_blocks_per_row block_size", V1),
     has("v1/sample/metadata.py", "SamplingMetadata", "temperature top_k top_p", V1),

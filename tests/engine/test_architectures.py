@@ -13,12 +13,11 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.calibration import frequency_p_value, surprise_p_value, transform_p_value
 from tests.conftest import triforce
 from tests.families import FAMILIES, make_family
 from tests.inside import built, worker_of
 from tests.models import ARCHITECTURES, make_architecture
-from tests.outputs import assert_same_outputs, run, speculating
+from tests.outputs import assert_same_outputs, p_values, run, speculating
 from tests.parity.checks import LEAST_P_VALUE
 from vllm_triforce.metrics.report import counters_of
 
@@ -68,8 +67,8 @@ def test_architecture(engines, tmp_path, name):
         # Greedy and sampled requests in one batch.
         found = run(llm, [*prompts, *prompts, *prompts], params + [SAMPLED] * 6)
     assert assert_same_outputs(stock, wanted, found[:3]) == len(prompts)
-    p_values = _p_values(stock, found[3:])
-    assert min(p_values) > LEAST_P_VALUE, p_values
+    found_p_values = p_values(stock, found[3:], SAMPLED.top_k)
+    assert min(found_p_values) > LEAST_P_VALUE, found_p_values
     level2 = built(llm).speculator.level2
     num_layers = len(worker_of(llm).triforce.target_layers)
     assert num_layers - len(level2.attention.layers) == _num_dense(keys)
@@ -97,20 +96,3 @@ def _num_dense(keys: dict) -> int:
     kinds = keys.get("layer_types") or ["full_attention"] * keys["num_hidden_layers"]
     shared = kinds[len(kinds) - keys.get("num_kv_shared_layers", 0) :]
     return kinds.count("sliding_attention") + shared.count("full_attention")
-
-
-def _p_values(stock, outputs: list) -> list[float]:
-    """Compare tokens of ``SAMPLED`` with stock's log-probabilities, by each test of
-    ``calibration``; tokens are named by their rank."""
-    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20, detokenize=False)
-    whole = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
-    probs, ranks = [], []
-    for output, read in zip(outputs, run(stock, whole, [asked] * len(whole))):
-        tables = read.prompt_logprobs[len(output.prompt_token_ids) :]
-        for token, table in zip(output.outputs[0].token_ids, tables, strict=True):
-            best = sorted(table, key=lambda each: -table[each].logprob)[: SAMPLED.top_k]
-            assert token in best, "a token that top_k excludes"
-            ranks.append(best.index(token))
-            probs.append(torch.tensor([table[t].logprob for t in best]).double().softmax(0))
-    drawn = torch.stack(probs), torch.tensor(ranks)
-    return [test(*drawn) for test in (frequency_p_value, transform_p_value, surprise_p_value)]

@@ -33,6 +33,8 @@ class Request:
     """One of the model's LoRA adapters; 0 is none."""
     turn_after: "Request | None" = None
     """Before its stretch come that request's prompt and stock vLLM's answer."""
+    images: tuple[int, ...] = ()
+    """Seeds of images, spread over its stretch."""
 
 
 Round = tuple[Request, ...]
@@ -764,6 +766,68 @@ def _heads() -> list[Case]:
     ]
 
 
+# Positions of Qwen3-VL are M-RoPE's, and an image adds fewer than it has tokens.
+IMAGES = SMALL | {"limit_mm_per_prompt": {"image": 3, "video": 0}, "enable_prefix_caching": True}
+
+
+def _images() -> list[Case]:
+    def batch(max_tokens: int, *images: tuple[int, ...]) -> Round:
+        return tuple(
+            Request(100 * i, 240 + 60 * i, {"max_tokens": max_tokens}, images=seeds)
+            for i, seeds in enumerate(images)
+        )
+
+    model = dict(model="qwen3-vl", engine=IMAGES)
+    lookup = dict(source="prompt_lookup", **model)
+    return [
+        Case(
+            "images-covering",
+            "Level 2 is the target where its budget covers a context with images, with M-RoPE; "
+            "images of requests before are in the prefix cache.",
+            (batch(10, (1,), (2, 3), ()), batch(10, (1,), (3, 2))),
+            ("stock", "always right"),
+            keys={"retrieval_budget": 1024},
+            at_least={"num_level2_drafted": 30},
+            **lookup,
+        ),
+        Case(
+            "images-draft model",
+            "A draft model drafts for requests without images beside others, whose proposals are "
+            "of level 2 alone.",
+            (batch(10, (1,), (), (2, 3)), batch(10, (4,))),
+            ("stock", "level 1 for text alone"),
+            keys=DRAFT,
+            at_least={"num_level1_drafted": 1, "num_level2_accepted": 1},
+            **model,
+        ),
+        Case(
+            "images-straight to the full pass",
+            "Tokens of prompt lookup go straight to the full pass of prompts with images.",
+            (batch(24, (1,), (2, 3), ()),),
+            keys={"retrieval_budget": 128, "levels": "1,3"},
+            at_least={"num_direct_proposals": 3},
+            **lookup,
+        ),
+        Case(
+            "images-head",
+            "A head reads the target's states of images, at positions of its own window.",
+            (batch(10, (1,), (), (2, 3)),),
+            source="head",
+            keys=DRAFT | {"num_recent_tokens": 200},
+            at_least={"num_level1_drafted": 9, "num_level2_accepted": 1},
+            **model,
+        ),
+        Case(
+            "images-copy",
+            "A copy of a target that takes images is level 2.",
+            (batch(10, (1,), ()),),
+            level2_model="bfloat16",
+            keys=LOOKUP,
+            **lookup,
+        ),
+    ]
+
+
 def _unequal_contexts() -> Case:
     """Default budgets, which are a share of each request's context."""
     seeded = dict(temperature=1.0, max_tokens=16)
@@ -1247,7 +1311,7 @@ def _all() -> list[Case]:
     both = [*sources.pop("draft_model", []), *_scheduling()[:3], *_nan(), *_parameters()]
     both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
     both += [*_scheduling()[3:], *_ends(), *_windows(), *_adapters(), *_reasoning()]
-    both += [*_dice(), *_in_pass(), *_copies(), *_without_level2(), *_heads()]
+    both += [*_dice(), *_in_pass(), *_copies(), *_without_level2(), *_heads(), *_images()]
     both += [*_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]
     both += _offloaded(both)
@@ -1273,6 +1337,9 @@ THOROUGH = {
         "head-adapters",
         "head-dice",
         "head-preemption",
+        "images-copy",
+        "images-head",
+        "images-straight to the full pass",
         "in pass-greedy",
         "joining and leaving, in host memory",
         "mtp-sampled directly",

@@ -152,6 +152,12 @@ def _level1_always_right(case: Case, job: Job, seen: Seen, by: By) -> None:
         assert batch.counted.num_level1_accepted == batch.counted.num_level1_drafted > 0
 
 
+@check("level 1 for text alone")
+def _level1_for_text_alone(case: Case, job: Job, seen: Seen, by: By) -> None:
+    """The last round has images only."""
+    assert seen.batches[-1].counted.num_level1_drafted == 0 < seen.batches[-1].counted.num_proposals
+
+
 @check("nan")
 def _nan(case: Case, job: Job, seen: Seen, by: By) -> None:
     first, again = seen.batches

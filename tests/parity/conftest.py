@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.images import install
 from tests.models import PAIR
 from tests.parity.cases import CASES
 from tests.parity.checks import By
@@ -18,6 +19,7 @@ def _without_compiler(ranks_without_compiler):
 
 @pytest.fixture(scope="session")
 def parity_models(tmp_path_factory, gqa_pair):
+    install()
     if not (PAIR / "target").exists():
         pytest.skip(f"no model pair in {PAIR}")
     return make_models(tmp_path_factory.mktemp("parity"), gqa_pair)

@@ -12,6 +12,7 @@ import traceback
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.images import install
 from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import SOME_GIB
 from tests.parity.host_memory_guard import HostMemoryGuard
@@ -268,6 +269,7 @@ def _plan_by_dice(speculator, seed: int) -> None:
 
 
 def main() -> None:
+    install()
     folder = Path(sys.argv[1])
     driver = _Inside()
     for number, job in enumerate(pickle.loads((folder / JOBS).read_bytes())):

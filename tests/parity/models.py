@@ -9,6 +9,7 @@ import torch
 
 from tests import joint
 from tests.families import make_family
+from tests.images import make_qwen3_vl
 from tests.models import (
     PAIR,
     held_out_tokens,
@@ -35,6 +36,8 @@ class Model:
     """Checkpoints of the target's shape, by name."""
     head: str = ""
     """An EAGLE-3 head, or a model with MTP layers."""
+    image_tokens: tuple[int, ...] = ()
+    """Tokens of an image in a prompt."""
 
 
 def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
@@ -71,7 +74,17 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
         )
         for name, target, how in (("pair", pair[0], {}), ("eight", eight, {"with_head": True}))
     )
+    qwen3_vl, image_tokens, vocab_size = make_qwen3_vl(folder / "qwen3-vl")
+    draft_of_qwen = make_llama(folder / "draft-vl", vocab_size=vocab_size, num_layers=1, seed=1)
     return {
+        "qwen3-vl": Model(
+            qwen3_vl,
+            draft_of_qwen,
+            _random(2000),
+            has_tokenizer=True,
+            image_tokens=tuple(image_tokens),
+            head=make_head(folder / "head-vl", qwen3_vl, draft_vocab=2048, layers=(1, 2, 3)),
+        ),
         "pair": Model(
             *pair,
             held_out,

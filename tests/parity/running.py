@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from tests.images import as_prompt
 from tests.inside import drive, scheduler_of, send_piece
 from tests.parity.cases import Case, Request
 from tests.parity.disturbing import watch
@@ -119,6 +120,7 @@ def sampling_params(params: dict):
 
     params = {"temperature": 0, "ignore_eos": True, **params}
     params.pop("adapter", None)
+    params.pop("images", None)
     if "structured_outputs" in params:
         params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
     return SamplingParams(**params)
@@ -136,7 +138,7 @@ def lora_request(params: dict):
 
 def generate(llm, requests: list[tuple[list[int], dict]]) -> list:
     return llm.generate(
-        [{"prompt_token_ids": prompt} for prompt, _ in requests],
+        [as_prompt(prompt, params.get("images", ())) for prompt, params in requests],
         [sampling_params(params) for _, params in requests],
         use_tqdm=False,
         lora_request=[lora_request(params) for _, params in requests],
@@ -244,6 +246,11 @@ def _asked(request: Request, model, stock) -> tuple[list[int], dict]:
     params = request.params
     if callable(params):
         params = params(stock.usual(model))
+    if request.images:
+        params = {**params, "images": request.images}
+        step = len(prompt) // (1 + len(request.images))
+        for place in range(len(request.images) * step, 0, -step):
+            prompt = [*prompt[:place], *model.image_tokens, *prompt[place:]]
     if request.adapter:
         params = {**params, "adapter": model.adapters[request.adapter - 1]}
     return prompt, {"detokenize": model.has_tokenizer, **params}

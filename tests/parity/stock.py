@@ -24,8 +24,10 @@ class Stock:
             for prompt, params in batch
         )
         own = {"max_model_len": limit} if limit and (reached or is_small) else {}
-        its = ("lora", "reasoning", "logprobs_mode")
+        its = ("lora", "reasoning", "logprobs_mode", "mm_per_prompt")
         own |= {k: v for k, v in job.engine.items() if any(name in k for name in its)}
+        if "limit_mm_per_prompt" in own:  # such a model needs its tokenizer
+            own["skip_tokenizer_init"] = False
         return self._engines.get(job.target, **own)
 
     def usual(self, model):

@@ -666,14 +666,6 @@ def test_level_2_steps_aside(tmp_path, logged, architecture, config, reason):
             engine_config(model, triforce(**keys), max_model_len=None)
 
 
-def test_targets_that_are_fed_embeddings_are_refused(gqa_pair, monkeypatch):
-    from vllm.config import ModelConfig
-
-    monkeypatch.setattr(ModelConfig, "supports_multimodal_inputs", property(lambda self: True))
-    with pytest.raises(ValueError, match=r"takes images.*--language-model-only"):
-        engine_config(gqa_pair["target"], triforce())
-
-
 @pytest.mark.parametrize(
     "version, supported",
     [

@@ -95,22 +95,15 @@ def check_target(model_config, parallel_config) -> None:
             "enable_prompt_embeds=True is not supported with method='triforce': levels 1 and 2 "
             "read token ids, which prompt embeddings lack. Drop one of the two."
         )
-    if model_config.supports_multimodal_inputs:
-        raise ValueError(
-            f"{target} takes images, audio or video, which vLLM feeds as embeddings, and level 2 "
-            "feeds token ids only. Use --language-model-only for text alone, or another method."
-        )
 
 
 def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
     """Refuse engine settings under which level 2's passes would be wrong or could hang."""
     _check_runner(vllm_config, config)
-    _check_positions(vllm_config)
     _check_features(vllm_config)
     if config.kv_offload_gib is not None:
         check_offload(vllm_config, config)
-    if vllm_config.lora_config is not None:
-        _check_lora_slots(vllm_config.scheduler_config, config)
+    _check_pass_size(vllm_config, config)
     if config.uses_level2:
         _check_kv_cache_dtype(vllm_config.cache_config)
 
@@ -132,15 +125,6 @@ def _check_runner(vllm_config, config: ResolvedConfig) -> None:
         )
     else:
         _check_logits_processors(vllm_config.model_config)
-
-
-def _check_positions(vllm_config) -> None:
-    """Refuse targets with positions that level 2 does not compute."""
-    if vllm_config.model_config.uses_mrope:
-        raise ValueError(
-            f"target {vllm_config.model_config.model!r} uses M-RoPE, whose positions level 2 does "
-            "not compute yet. Use a text model or another method."
-        )
 
 
 def _check_features(vllm_config) -> None:
@@ -171,20 +155,27 @@ def _check_features(vllm_config) -> None:
         )
 
 
-def _check_lora_slots(scheduler_config, config: ResolvedConfig) -> None:
-    """Refuse a token budget smaller than level 2's largest pass.
+def _check_pass_size(vllm_config, config: ResolvedConfig) -> None:
+    """Refuse a token budget smaller than level 2's largest pass, where vLLM has buffers for it.
 
-    vLLM's LoRA layers have one slot per token of ``max_num_batched_tokens``.
+    Its LoRA layers have one slot per token of ``max_num_batched_tokens``; so have M-RoPE positions.
     """
+    scheduler_config, model_config = vllm_config.scheduler_config, vllm_config.model_config
+    if vllm_config.lora_config is not None:
+        reason = "enable_lora=True"
+    elif config.uses_level2 and model_config.uses_mrope:
+        reason = f"target {model_config.model!r}, which uses M-RoPE,"
+    else:
+        return
     num_reqs = min(scheduler_config.max_num_seqs, config.max_speculating_seqs)
     num_tokens = num_reqs * (config.gamma + 1)
     max_tokens = scheduler_config.max_num_batched_tokens
     if num_tokens > max_tokens:
         raise ValueError(
-            f"max_num_batched_tokens={max_tokens} with enable_lora=True is not supported: level "
-            f"2's pass of {num_reqs} requests has {num_tokens} tokens, more than vLLM's adapters "
-            "have slots for. Raise --max-num-batched-tokens, or lower max_speculating_seqs="
-            f"{config.max_speculating_seqs}."
+            f"max_num_batched_tokens={max_tokens} with {reason} is not supported: level 2's pass "
+            f"of {num_reqs} requests has {num_tokens} tokens, more than vLLM's buffers hold. Raise "
+            f"--max-num-batched-tokens, or lower max_speculating_seqs={config.max_speculating_seqs}"
+            "."
         )
 
 

@@ -257,14 +257,14 @@ class Controller:
         self,
         request_id: str,
         has_seed: bool,
-        match_classes: Mapping[str, int],
+        match_classes: Mapping[str, int | None],
         num_rows: int,
         max_tokens: int,
     ) -> tuple[str | None, int]:
         """Choose the source of a round's draft and its number of tokens.
 
         Args:
-            match_classes: match class by source that has tokens.
+            match_classes: match class by source, None for no tokens.
             num_rows: requests in this round.
             max_tokens: tokens that level 2 has room for.
         """

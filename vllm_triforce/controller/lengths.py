@@ -63,12 +63,16 @@ class DraftLengths:
         self._round_s.clear()
 
     def best(
-        self, request_id: str, match_classes: Mapping[str, int], num_rows: int, max_tokens: int
+        self,
+        request_id: str,
+        match_classes: Mapping[str, int | None],
+        num_rows: int,
+        max_tokens: int,
     ) -> tuple[str | None, int]:
         """Return the fastest source of a round's draft, None for no draft, and the length.
 
         Args:
-            match_classes: match class by source that has tokens.
+            match_classes: match class by source, None for no tokens.
             num_rows: requests in this round.
             max_tokens: tokens that level 2 has room for.
         """

@@ -24,9 +24,8 @@ class Candidate:
     """Tokens."""
     max_tokens: int
     """Longest proposal that fits."""
-    match_classes: Mapping[str, int] = field(default_factory=dict)
-    """Match class by source that has tokens for the request; sources that always have
-    some may be missing."""
+    match_classes: Mapping[str, int | None] = field(default_factory=dict)
+    """Match class by source, None for no tokens; sources that always have some may be missing."""
     has_seed: bool = False
     is_greedy: bool = True
     num_uncached_tokens: int = 0

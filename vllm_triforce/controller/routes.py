@@ -9,6 +9,8 @@ whose tokens go straight there, or ``PLAIN_ROUTE`` for no proposal."""
 
 PLAIN_ROUTE: Route = "plain"
 HIERARCHICAL: Route = "levels 1 and 2"
+# On Runner V2, of requests by ``HIERARCHICAL`` for which level 1 has no drafts.
+LEVEL2_ALONE: Route = "level 2"
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,12 @@ class SourceTraits:
                 "a share from 0 to 1 for each match class, one at least"
             )
 
-    def match_class(self, classes: Mapping[str, int]) -> int | None:
+    def match_class(self, classes: Mapping[str, int | None]) -> int | None:
         """Return the index of a request's tokens into ``prior_acceptance``; None for no tokens.
 
         Args:
-            classes: by source that has tokens; sources that always have them may be missing.
+            classes: by source, None for no tokens; sources that take passes have tokens where they
+                are missing.
         """
         index = classes.get(self.name, 0 if self.takes_passes else None)
         return None if index is None else max(0, min(index, len(self.prior_acceptance) - 1))

@@ -11,7 +11,7 @@ from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.streaming import StreamingCache
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.head import is_head
-from vllm_triforce.core.model_pass import PassInput, run_model
+from vllm_triforce.core.model_pass import PassInput, run_model, target_inputs
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -88,11 +88,16 @@ def loading_draft(draft_model: str) -> Iterator[None]:
         ) from error
 
 
-def warm_up(model: torch.nn.Module, vllm_config, device: torch.device) -> None:
-    """Run the draft once, to compile it before the first request."""
+def warm_up(
+    model: torch.nn.Module, vllm_config, device: torch.device, is_copy: bool = False
+) -> None:
+    """Run the draft, or the target's copy, once, to compile it before the first request."""
     more = {}
+    inputs = PassInput.from_rows([[0, 0]], [0], device)
+    if is_copy:
+        more = target_inputs(model, vllm_config, inputs.token_ids, inputs.positions)
     if is_head(model):
         draft_config = vllm_config.speculative_config.draft_model_config
         shape, dtype = (2, draft_config.get_hidden_size()), vllm_config.model_config.dtype
         more["hidden_states"] = torch.zeros(shape, dtype=dtype, device=device)
-    run_model(model, vllm_config, PassInput.from_rows([[0, 0]], [0], device), None, {}, **more)
+    run_model(model, vllm_config, inputs, None, {}, **more)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
@@ -82,18 +83,53 @@ class PassInput:
         )
 
 
+def target_inputs(
+    model: Any,
+    vllm_config,
+    token_ids: torch.Tensor,  # [num_tokens], of text
+    positions: torch.Tensor,  # [num_tokens], in the request
+    position_deltas: torch.Tensor | int = 0,  # [num_tokens]
+) -> dict[str, torch.Tensor | None]:
+    """Return the inputs of a target's pass in the form of vLLM's runners.
+
+    vLLM compiles the target for that form: embeddings where the target takes images, audio or
+    video, and with M-RoPE a row of positions for each dimension. Rows are equal after the prompt.
+
+    Args:
+        model: the target, or its copy; ``vllm_config`` is its own.
+        position_deltas: M-RoPE positions minus positions in the request.
+    """
+    model_config = vllm_config.model_config
+    inputs: dict[str, torch.Tensor | None] = {"input_ids": token_ids}
+    if model_config.supports_multimodal_inputs:
+        is_multimodal = torch.zeros_like(token_ids, dtype=torch.bool)
+        inputs["inputs_embeds"] = model.embed_input_ids(
+            token_ids, multimodal_embeddings=[], is_multimodal=is_multimodal
+        )
+        if not requires_raw_input_tokens(model):
+            inputs["input_ids"] = None
+    if model_config.uses_mrope:
+        # Padding has deltas of other requests. The strides are those of vLLM's buffer.
+        text = (positions + position_deltas).clamp_(min=0)
+        stride = vllm_config.scheduler_config.max_num_batched_tokens + 1
+        shape = model_config.mrope_num_dims, len(text)
+        positions = torch.empty_strided(shape, (stride, 1), dtype=text.dtype, device=text.device)
+        positions.copy_(text)
+    return {**inputs, "positions": positions}
+
+
 def run_model(
     model: torch.nn.Module,
     vllm_config,
     inputs: PassInput,
     attn_metadata: dict | None,
     slot_mapping: dict[str, torch.Tensor],
-    **more: torch.Tensor,
+    **more: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Any]:
     """Run a model's forward pass.
 
     Args:
-        more: further inputs of the model.
+        more: further inputs of the model, or ``target_inputs()`` in the place of ``inputs``.
 
     Returns:
         Hidden states, [num_tokens, hidden_size], and the model's other outputs: the
@@ -103,5 +139,5 @@ def run_model(
         attn_metadata, vllm_config, num_tokens=len(inputs.token_ids), slot_mapping=slot_mapping
     )
     with hidden_kv_connector(), context:
-        output = model(input_ids=inputs.token_ids, positions=inputs.positions, **more)
+        output = model(**{"input_ids": inputs.token_ids, "positions": inputs.positions, **more})
     return output if isinstance(output, tuple) else (output, None)

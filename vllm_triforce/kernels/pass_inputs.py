@@ -19,6 +19,8 @@ class PassInputs:
 
     Args:
         hidden: size and dtype of the hidden states that a head reads beside the tokens.
+
+    ``position_deltas`` are M-RoPE positions of a target minus ``positions``.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class PassInputs:
         self.query_len = query_len
         self.token_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.position_deltas = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self.slot_mapping = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
         self.seq_lens = torch.full((num_seqs,), query_len, dtype=torch.int32, device=device)
         self.hidden: torch.Tensor | None = None

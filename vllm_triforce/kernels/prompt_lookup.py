@@ -53,7 +53,10 @@ def look_up(
     max_ngram: int,
     max_tokens: int,  # of a request and its proposal
 ) -> None:
-    """Write ``rows.drafted`` and ``rows.num_drafted`` for the first ``rows.num_rows`` rows."""
+    """Write ``rows.drafted`` and ``rows.num_drafted`` for the first ``rows.num_rows`` rows.
+
+    A draft ends before a token -1.
+    """
     num_blocks = triton.cdiv(tokens.shape[1] + rows.num_speculative_tokens, _BLOCK.value)
     matches = torch.empty((rows.num_rows, num_blocks), dtype=torch.int64, device=tokens.device)
     context = rows.table, rows.stride, rows.gamma, tokens, tokens.stride(0), matches
@@ -116,10 +119,12 @@ def _follow_kernel(
     keys = tl.load(matches_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=-1)
     best = tl.max(keys, axis=0)
     begin = (best & 0xFFFFFFFF).to(tl.int32) + 1
-    tl.store(row_ptr + col.NUM_DRAFTED, tl.where(best >= 0, gamma, 0))
+    num_drafted = tl.where(best >= 0, gamma, 0)
     # Past the newest token the draft repeats itself, with a period of last + 1 - begin.
     period = tl.maximum(last + 1 - begin, 1)
     for step in range(0, gamma):
         index = tl.where(best >= 0, begin + step % period, 0)
         token = token_at(tokens_ptr, row_start, drafted + gamma, computed, index)
-        tl.store(drafted + step, token)
+        num_drafted = tl.where(token < 0, tl.minimum(num_drafted, step), num_drafted)
+        tl.store(drafted + step, tl.maximum(token, 0))
+    tl.store(row_ptr + col.NUM_DRAFTED, num_drafted)

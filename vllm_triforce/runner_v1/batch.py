@@ -1,6 +1,6 @@
 """Rows of Model Runner V1's batch as the speculator's input, and limits of their proposals."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import numpy as np
@@ -14,7 +14,7 @@ from vllm_triforce.core.limits import (
     room_for_proposal,
     sampling_seed,
 )
-from vllm_triforce.runner_v1.draft_batch import DraftBatch
+from vllm_triforce.runner_v1.draft_batch import PLACEHOLDER, DraftBatch
 from vllm_triforce.runner_v1.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v1.sampling import SamplingRows
 from vllm_triforce.vllm_patches import swaps
@@ -98,6 +98,14 @@ class RunnerBatch:
         """True if a request samples with a seed."""
         return sampling_seed(self._params(row)) is not None
 
+    def position_deltas(self, request_ids: list[str]) -> list[int]:
+        """Return M-RoPE positions of generated tokens minus their positions in the request.
+
+        Requests outside the runner, which calibration uses, have 0.
+        """
+        requests = self._runner.requests
+        return [requests[i].mrope_position_delta if i in requests else 0 for i in request_ids]
+
     def gives_first_token(self, counts: list[int]) -> bool:
         """True if any request gets its first token in this step."""
         request_ids = self._runner.input_batch.req_ids
@@ -125,6 +133,13 @@ class RunnerBatch:
             earlier_ids = input_batch.token_ids_cpu[row, : computed[row] + 1 - counts[row]]
             new_ids = np.asarray(sampled[row][: counts[row]], dtype=np.int32)
             token_ids.append(np.concatenate([earlier_ids, new_ids]))
+        logits_processors: list[Callable | None] = [
+            self._logits_processor(row, row_ids) for row, row_ids in zip(rows, token_ids)
+        ]
+        for row, row_ids in zip(rows, token_ids):
+            for feature in self._request(row).mm_features:
+                place = feature.mm_position
+                row_ids[place.offset : place.offset + place.length] = PLACEHOLDER
         return DraftBatch(
             request_ids=[input_batch.req_ids[row] for row in rows],
             token_ids=token_ids,
@@ -139,9 +154,7 @@ class RunnerBatch:
             num_plain_reqs=sum(map(bool, counts)) - len(rows),
             is_greedy=[self.is_greedy(row) for row in rows],
             num_remaining_tokens=[self.num_remaining_tokens(row, computed[row]) for row in rows],
-            logits_processors=[
-                self._logits_processor(row, row_ids) for row, row_ids in zip(rows, token_ids)
-            ],
+            logits_processors=logits_processors,
         )
 
     def sampling(self, rows: list[int], metadata) -> SamplingRows:

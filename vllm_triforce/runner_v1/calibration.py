@@ -17,7 +17,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.core.model_pass import PassInput, run_model
+from vllm_triforce.core.model_pass import PassInput, run_model, target_inputs
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sampling import SamplingRows, token_distribution
@@ -240,7 +240,8 @@ class Calibration:
             self._before_full_pass(
                 [f"calibration {row}" for row in range(num_rows)], [num_tokens] * num_rows
             )
-        hidden, _ = run_model(self._target, self._vllm_config, inputs, metadata, slots)
+        more = target_inputs(self._target, self._vllm_config, inputs.token_ids, inputs.positions)
+        hidden, _ = run_model(self._target, self._vllm_config, inputs, metadata, slots, **more)
         self._target.compute_logits(hidden)
 
     def _level2(self, num_rows: int, num_tokens: int, repeats: int) -> float:

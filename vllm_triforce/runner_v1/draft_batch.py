@@ -8,6 +8,9 @@ import torch
 
 from vllm_triforce.runner_v1.sampling import SamplingRows
 
+# In the place of the ids that stand for an image, audio or video in a prompt.
+PLACEHOLDER = -1
+
 
 @dataclass
 class DraftBatch:
@@ -15,7 +18,8 @@ class DraftBatch:
 
     request_ids: list[str]
     token_ids: list[np.ndarray]
-    """[num_computed_tokens + 1], int32: prompt, output and the token just sampled."""
+    """[num_computed_tokens + 1], int32: prompt, output and the token just sampled; ``PLACEHOLDER``
+    where the target reads something else than a token."""
     num_computed_tokens: list[int]
     """Tokens whose KV the full pass has written and accepted."""
     max_num_tokens: list[int]
@@ -48,6 +52,10 @@ class DraftBatch:
         if not proposed_ids:
             return self.token_ids[row]
         return np.concatenate([self.token_ids[row], np.asarray(proposed_ids, dtype=np.int32)])
+
+    def has_placeholders(self, row: int) -> bool:
+        """True if a request's prompt has an image, audio or video."""
+        return self.token_ids[row].min() == PLACEHOLDER
 
     def has_seed(self, row: int) -> bool:
         """True if a request samples with a seed."""

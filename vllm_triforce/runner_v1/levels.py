@@ -21,10 +21,10 @@ class Matches:
 
     by_source: Mapping[str, Sequence[Match | None]]
 
-    def classes(self, i: int) -> dict[str, int]:
-        """Return the match class of each source that has tokens for the ``i``-th row."""
+    def classes(self, i: int) -> dict[str, int | None]:
+        """Return the match class of each source for the ``i``-th row, None for no tokens."""
         row_matches = {name: matches[i] for name, matches in self.by_source.items()}
-        return {name: match.match_class for name, match in row_matches.items() if match is not None}
+        return {n: None if match is None else match.match_class for n, match in row_matches.items()}
 
 
 @dataclass

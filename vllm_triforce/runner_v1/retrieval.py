@@ -11,7 +11,7 @@ from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.core.head import states_read
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.core.level2_model import Level2Model
-from vllm_triforce.core.model_pass import PassInput, run_model
+from vllm_triforce.core.model_pass import PassInput, run_model, target_inputs
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 
 
@@ -46,6 +46,8 @@ class RetrievalLevel:
         self.after_pass: Callable[..., None] | None = None
         """Called after each pass with the request ids, first positions and numbers of tokens, and
         the states of the auxiliary layers, if a head reads them."""
+        self.position_deltas: Callable[[list[str]], list[int]] | None = None
+        """From request ids to their M-RoPE deltas, with a target that has them."""
 
     def invalidate_summaries(self, block_ids: tuple[list[int], ...]) -> None:
         """Invalidate the summaries of blocks that will be overwritten, by KV cache group."""
@@ -88,8 +90,16 @@ class RetrievalLevel:
             feed.append([last, *tokens])
             first_positions.append(batch.num_computed_tokens[row] + len(proposed_ids))
         inputs = PassInput.from_rows(feed, first_positions, self._device)
+        ids = [batch.request_ids[row] for row in rows]
         if self.before_pass is not None:
-            self.before_pass([batch.request_ids[row] for row in rows], list(map(len, feed)))
+            self.before_pass(ids, list(map(len, feed)))
+        deltas: torch.Tensor | int = 0
+        if self.position_deltas is not None:
+            of_rows = torch.tensor(self.position_deltas(ids), device=self._device)
+            deltas = of_rows.repeat_interleave(inputs.query_lens)
+        more = target_inputs(
+            self.model, self._vllm_config, inputs.token_ids, inputs.positions, deltas
+        )
 
         metadata: dict = {}
         slots: dict[str, torch.Tensor] = {}
@@ -120,9 +130,8 @@ class RetrievalLevel:
                     selection,
                 )
                 metadata |= zip(group.sparse_layer_names, sparse)
-        hidden, aux = run_model(self.model, self._vllm_config, inputs, metadata, slots)
+        hidden, aux = run_model(self.model, self._vllm_config, inputs, metadata, slots, **more)
         if self.after_pass is not None:
-            ids = [batch.request_ids[row] for row in rows]
             states = states_read(hidden, aux)
             self.after_pass(ids, first_positions, list(map(len, feed)), states)
         if selection is not None and len(rows) < len(batch):
@@ -161,6 +170,7 @@ class NoLevel2:
 
     before_pass: Callable[[list[str], list[int]], None] | None = None
     after_pass: Callable[..., None] | None = None
+    position_deltas: Callable[[list[str]], list[int]] | None = None
     num_requests = 0
 
     def invalidate_summaries(self, block_ids: tuple[list[int], ...]) -> None:

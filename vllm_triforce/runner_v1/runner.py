@@ -51,6 +51,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
         super().__init__(with_own_layers(vllm_config), device, runner)
         self.config = config
+        self.supports_mm_inputs = False  # or vLLM would gather the embeddings of images for it
         self._runner = runner
         self._draft_model = draft_model
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
@@ -87,7 +88,8 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         if self._draft_model is not None:
             warm_up(self.model, self.vllm_config, self.device)
         if self._level2_model.is_copy:
-            warm_up(self._level2_model.model, self._level2_model.vllm_config, self.device)
+            copy, copy_config, _ = self._level2_model
+            warm_up(copy, copy_config, self.device, is_copy=True)
 
     def initialize_attn_backend(self, kv_cache_config, kernel_block_sizes=None) -> None:
         """Do nothing: the draft's layers are in none of vLLM's KV cache groups."""
@@ -117,6 +119,8 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         disabled = speculator.disabled_requests
         self._batch = RunnerBatch(self._runner, self.config, recorder, disabled, self.device)
         swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
+        if self.vllm_config.model_config.uses_mrope:
+            speculator.level2.position_deltas = self._batch.position_deltas
         if self._adapters is not None and not self._level2_model.is_copy:
             speculator.level2.before_pass = self._adapters.before_pass
         self._states: StatesOfSteps | None = None

@@ -61,6 +61,7 @@ class BaseAdapterV2(RunnerAdapter, StandaloneARSpeculator):
         if self._draft_model is not None:
             with loading_draft(self._draft_model):
                 super().load_model(target_model)
+        self.supports_mm_inputs = False  # or vLLM would gather the embeddings of images for it
         self.level2_model = load_level2_model(
             self.config.level2_model, target_model, self.target_layers, target_config
         )

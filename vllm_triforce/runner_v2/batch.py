@@ -15,7 +15,7 @@ from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
-from vllm_triforce.runner_v2.request_flags import RequestFlags
+from vllm_triforce.runner_v2.request_flags import Placeholders, RequestFlags
 from vllm_triforce.runner_v2.sampling import SamplingV2
 
 
@@ -36,6 +36,7 @@ class ProposalContext:
     logits_processing: LogitsProcessing
     counters: DeviceCounters
     device: torch.device
+    placeholders: Placeholders
 
 
 @dataclass
@@ -60,6 +61,8 @@ class BatchV2:
     last_sampled: torch.Tensor  # [max_num_reqs, 1], int64, by state
     parameters: SamplingParameters
     all_token_ids: torch.Tensor  # [max_num_reqs, max_model_len], int32, by state
+    position_deltas: np.ndarray | None = None
+    """[num_rows], M-RoPE positions of generated tokens minus their positions in the request."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -72,12 +75,14 @@ class BatchReader:
     Args:
         tables: buffers for each batch's block tables, [max_rows, width], int32, one for each KV
             cache group.
+        rope: vLLM's ``RopeState``; None without M-RoPE.
     """
 
     runner: Any
     flags: RequestFlags
     logits_processing: LogitsProcessing
     tables: Sequence[torch.Tensor]
+    rope: Any = None
 
     def read(
         self,
@@ -126,6 +131,7 @@ class BatchReader:
                 sampling.min_p.gpu,
             ),
             all_token_ids=runner.req_states.all_token_ids.gpu,
+            position_deltas=None if self.rope is None else self.rope.prefill_delta.np[states],
         )
 
     def _read_sampling(self, states: np.ndarray) -> SamplingV2:

@@ -30,6 +30,7 @@ from vllm_triforce.runner_v2.batch import ProposalContext
 from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.levels import LevelParts
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
+from vllm_triforce.runner_v2.request_flags import Placeholders
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.runner_v2.slots import Slots
@@ -114,6 +115,7 @@ class SpeculatorPartsV2:
             self.logits_processing,
             DeviceCounters(device),
             device,
+            Placeholders(runner),
         )
         self.hidden_states = self._hidden_states(draft) if config.has_head else None
         level2 = None

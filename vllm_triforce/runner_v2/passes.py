@@ -12,6 +12,7 @@ from vllm.utils.torch_utils import weak_ref_tensor
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_triforce.core.head import states_read
+from vllm_triforce.core.model_pass import target_inputs
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import ProposalContext
@@ -99,6 +100,7 @@ class ModelPass:
         adapters: None without LoRA.
         num_states: states of each token that are kept: those of the target that a head reads, or
             those that a head feeds back. One may be the model's output.
+        is_target: True for the target, or its copy.
     """
 
     def __init__(
@@ -112,8 +114,10 @@ class ModelPass:
         name: str,
         adapters: LevelAdapters | None = None,
         num_states: int = 0,
+        is_target: bool = False,
     ) -> None:
         self.inputs = inputs
+        self._is_target = is_target
         self.max_rows = len(inputs.token_ids) // inputs.query_len
         self.name = name
         self._adapters = adapters
@@ -200,14 +204,20 @@ class ModelPass:
 
     def _forward(self, num_rows: int) -> None:
         num_tokens, inputs = num_rows * self.inputs.query_len, self.inputs
+        tokens, positions = inputs.token_ids[:num_tokens], inputs.positions[:num_tokens]
+        model_inputs: dict[str, torch.Tensor | None] = {"input_ids": tokens, "positions": positions}
+        if self._is_target:
+            deltas = inputs.position_deltas[:num_tokens]
+            model_inputs = target_inputs(self.model, self._vllm_config, tokens, positions, deltas)
+        elif inputs.hidden is not None:
+            model_inputs["hidden_states"] = inputs.hidden[:num_tokens]
         hidden, states = forward(
             self.model,
             self._vllm_config,
-            inputs.token_ids[:num_tokens],
-            inputs.positions[:num_tokens],
+            num_tokens,
+            model_inputs,
             self._metadata(num_rows),
             self._slots(num_rows),
-            None if inputs.hidden is None else inputs.hidden[:num_tokens],
         )
         self._hidden[:num_tokens].copy_(hidden)
         for buffer, further in zip(self.states, states_read(hidden, states)):
@@ -217,23 +227,21 @@ class ModelPass:
 def forward(
     model: torch.nn.Module,
     vllm_config,
-    token_ids: torch.Tensor,  # [num_tokens], int32
-    positions: torch.Tensor,  # [num_tokens], int64
+    num_tokens: int,
+    inputs: dict[str, torch.Tensor | None],
     metadata: dict | None,
     slot_mapping: dict[str, torch.Tensor],
-    hidden_states: torch.Tensor | None = None,  # [num_tokens, hidden_size], of a head
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """Run a model of levels 1 or 2, hidden from KV connectors.
 
     Returns:
         Hidden states, [num_tokens, hidden_size], and further ones (``ModelPass``).
     """
-    more = {} if hidden_states is None else {"hidden_states": hidden_states}
     context = set_forward_context(
-        metadata, vllm_config, num_tokens=len(token_ids), slot_mapping=slot_mapping
+        metadata, vllm_config, num_tokens=num_tokens, slot_mapping=slot_mapping
     )
     with hidden_kv_connector(), context:
-        output = model(input_ids=token_ids, positions=positions, **more)
+        output = model(**inputs)
     if not isinstance(output, tuple):
         return output, ()
     hidden, further = output

@@ -1,6 +1,9 @@
 """Request parameters that Model Runner V2 does not keep."""
 
+from collections.abc import Iterable
+
 import numpy as np
+import torch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from vllm_triforce.config.keys import MAX_NUM_SPECULATIVE_TOKENS
@@ -22,6 +25,36 @@ class RequestFlags(LogitsProcessor):
 
     def apply(self, logits, ctx):
         return logits
+
+
+class Placeholders:
+    """Requests with an image, audio or video, and the token ids that stand for these.
+
+    ``in`` tells if a request has one.
+    """
+
+    def __init__(self, runner) -> None:
+        cache = runner.encoder_cache
+        self._features = {} if cache is None else cache.mm_features
+        self._device = runner.device
+        self._ids: set[int] = set()
+        self.token_ids: torch.Tensor | None = None
+        """[num_ids], int32, of all requests so far; None before the first."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return bool(self._features.get(request_id))
+
+    def add(self, new_requests: Iterable) -> None:
+        """Read vLLM's data of requests that join."""
+        num_ids = len(self._ids)
+        for request in new_requests:
+            for place in (feature.mm_position for feature in request.mm_features):
+                token_ids = np.array(request.prefill_token_ids[place.offset :][: place.length])
+                is_embed = slice(None) if place.is_embed is None else place.is_embed.numpy()
+                self._ids.update(token_ids[is_embed].tolist())
+        if len(self._ids) > num_ids:
+            ids = torch.tensor(sorted(self._ids), dtype=torch.int32)
+            self.token_ids = ids.to(self._device, non_blocking=True)
 
 
 def install_request_listener(runner) -> RequestFlags:

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_triforce.attention.base import RetrievalAttention
@@ -155,6 +157,7 @@ class RetrievalLevelV2:
             "level 2 pass",
             adapters,
             num_states,
+            is_target=True,
         )
         self._dense = [
             DenseLayers(
@@ -190,6 +193,10 @@ class RetrievalLevelV2:
     def begin(self, batch: BatchV2, slots: list[Slot], refreshes: list[Refresh]) -> None:
         """Begin a proposal: activate adapters and refresh selections."""
         self.model_pass.begin(batch.request_ids)
+        if batch.position_deltas is not None:
+            deltas = np.repeat(batch.position_deltas, self.model_pass.inputs.query_len)
+            on_device = async_tensor_h2d(deltas, self._context.device, torch.int64)
+            self.model_pass.inputs.position_deltas[: len(deltas)].copy_(on_device)
         self.selections.refresh(batch, batch.tables[self._sparse_group], slots, refreshes)
         if self.pool is not None:
             self.pool.begin(self.selections.tables)

@@ -12,8 +12,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
 from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.draft_sources import MODEL_SOURCE
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.controller.routes import HIERARCHICAL
+from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN_ROUTE
 from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.core.draft_cache import warm_up
 from vllm_triforce.core.head import states_read
@@ -58,18 +59,31 @@ class Routes:
         kept_windows, slots = set(), self.built.slots
         num_free = slots.num_free
         for row, request_id, request_plan in self._eligible_rows(input_batch, plan, max_tokens):
+            route = self._route(request_id, request_plan.route)
+            if route == PLAIN_ROUTE:
+                continue
             if request_id not in slots:
                 if not num_free:
                     continue
                 num_free -= 1
             limit = min(max_tokens, int(self.flags.max_tokens[input_batch.idx_mapping_np[row]]))
-            routes.setdefault(request_plan.route, {})[row] = replace(
+            routes.setdefault(route, {})[row] = replace(
                 request_plan, num_tokens=min(request_plan.num_tokens, limit)
             )
-            if self.built.speculator.keeps_window(request_plan.route):
+            if self.built.speculator.keeps_window(route):
                 kept_windows.add(request_id)
         slots.invalidate_windows(set(input_batch.req_ids) - kept_windows)
         return routes
+
+    def _route(self, request_id: str, route: str) -> str:
+        """Return the route of a request, which is without the draft model if it has images."""
+        level1 = self.built.speculator.level1 if route == HIERARCHICAL else None
+        if (
+            MODEL_SOURCE not in (route, None if level1 is None else level1.name)
+            or request_id not in self.built.context.placeholders
+        ):
+            return route
+        return LEVEL2_ALONE if route == HIERARCHICAL else PLAIN_ROUTE
 
     def _eligible_rows(
         self, input_batch, plan: StepPlan | None, max_tokens: int
@@ -157,7 +171,13 @@ class RunnerAdapterV2(BaseAdapterV2):
         replace_rejection_sampler(self._runner, built.speculator.draft_logits)
         disable_recording_in_plain_graphs(self._runner, built.recorder)
         self._routes = Routes(self.config, built, self._flags)
-        self._reader = BatchReader(self._runner, self._flags, built.logits_processing, built.tables)
+        self._reader = BatchReader(
+            self._runner,
+            self._flags,
+            built.logits_processing,
+            built.tables,
+            getattr(self._runner.model_state, "rope_state", None),
+        )
         self._is_allocated = True
 
     def capture(self) -> None:
@@ -257,7 +277,8 @@ class RunnerAdapterV2(BaseAdapterV2):
             if skip_attn_for_dummy_run and self.model is not None:
                 warm_up(self.model, self.vllm_config, self.device)
             if skip_attn_for_dummy_run and self.level2_model.is_copy:
-                warm_up(self.level2_model.model, self.level2_model.vllm_config, self.device)
+                copy, copy_config, _ = self.level2_model
+                warm_up(copy, copy_config, self.device, is_copy=True)
             return draft_tokens
         speculator = self.built.speculator
         states = input_batch.idx_mapping[:num_reqs]
@@ -300,6 +321,8 @@ class RunnerAdapterV2(BaseAdapterV2):
             with self.built.recorder.without_recording(), self._reports.timing(route):
                 if route == HIERARCHICAL:
                     speculator.propose(batch, draft_tokens)
+                elif route == LEVEL2_ALONE:
+                    speculator.propose_by_level2(batch, draft_tokens)
                 else:
                     speculator.propose_directly(route, batch, draft_tokens)
             self._has_proposal[batch.states] = True
@@ -324,6 +347,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         """Begin a step: read its plan, and release the slots of disabled requests."""
         super().begin_step(scheduler_output)
         self.plan = plan_of(scheduler_output)
+        self.built.context.placeholders.add(scheduler_output.scheduled_new_reqs)
         for request_id in () if self.plan is None else self.plan.disabled:
             self._disabled_requests.add(request_id, "level 1's or level 2's")
             self.built.slots.release(request_id)

@@ -1,9 +1,11 @@
 """Speculator of Model Runner V2: proposes through both levels, or from level 1 alone."""
 
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
 import torch
 
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.loop import Observer, propose
 from vllm_triforce.kernels.proposals import (
     PAD_TOKEN,
@@ -86,7 +88,7 @@ class SpeculatorV2(Observer):
 
     def keeps_window(self, route: str) -> bool:
         """Return True if the route's source keeps a window (``DraftSourceV2.keeps_window``)."""
-        source = self.sources.get(route, self.level1)
+        source = self.level1 if route == HIERARCHICAL else self.sources.get(route)
         return source is not None and source.keeps_window
 
     def begin(
@@ -101,6 +103,11 @@ class SpeculatorV2(Observer):
     def propose(self, batch: BatchV2, draft_tokens: torch.Tensor) -> None:
         """Propose through both levels, and write ``draft_tokens``."""
         propose(LevelsV2(self._parts, batch), self)
+        self._finish(draft_tokens, is_direct=False)
+
+    def propose_by_level2(self, batch: BatchV2, draft_tokens: torch.Tensor) -> None:
+        """Propose a token in each pass of level 2, and write ``draft_tokens``."""
+        propose(LevelsV2(replace(self._parts, level1=None), batch), self)
         self._finish(draft_tokens, is_direct=False)
 
     def propose_directly(self, source: str, batch: BatchV2, draft_tokens: torch.Tensor) -> None:

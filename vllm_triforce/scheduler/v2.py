@@ -20,7 +20,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.config import read_config
-from vllm_triforce.config.draft_sources import SOURCES
+from vllm_triforce.config.draft_sources import MODEL_SOURCE, SOURCES
 from vllm_triforce.controller import Candidate, Controller, CostModel
 from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
 from vllm_triforce.controller.routes import HIERARCHICAL
@@ -200,8 +200,11 @@ class StepPlanMixin(SchedulerBase):
             request.request_id,
             request.num_computed_tokens,
             max_tokens,
-            # Only the device knows the number of matches.
-            dict.fromkeys(self._config.sources, 0),
+            # Only the device knows the number of matches. A draft model has no images.
+            {
+                name: None if name == MODEL_SOURCE and request.mm_features else 0
+                for name in self._config.sources
+            },
             has_seed(request),
             is_greedy(params),
             num_left=self._num_left(request),

@@ -147,6 +147,13 @@ DRAFT_OVERRIDE = Swap(
     "for the target's MTP layers, whose number limits lengths; set while the config is made",
     _OUT_OF_TREE,
 )
+MROPE_CHECK = Swap(
+    "SpecDecodeBaseProposer",
+    "_raise_if_mrope",
+    "the drafter that Runner V1 makes before ours refuses draft models with M-RoPE, and takes the "
+    "target for one if there is none; set while the runner is made",
+    _OUT_OF_TREE,
+)
 DRAFTER_LENGTH = Swap(
     "GPUModelRunner (V1)",
     "effective_drafter_max_model_len",

@@ -1,7 +1,9 @@
 """TriForce on vLLM's CPU worker."""
 
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
 from vllm_triforce.worker.base import TriForceWorkerMixin
 
@@ -10,9 +12,15 @@ class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
     """vLLM's CPU worker with TriForce."""
 
     def init_device(self) -> None:
-        if not self.use_v2_model_runner:
-            fix_expand_kernel()
-        super().init_device()
+        if self.use_v2_model_runner:
+            super().init_device()
+            return
+        fix_expand_kernel()
+        before = swaps.MROPE_CHECK.set(SpecDecodeBaseProposer, lambda drafter: None)
+        try:
+            super().init_device()
+        finally:
+            swaps.MROPE_CHECK.set(SpecDecodeBaseProposer, before)
 
     def compile_or_warm_up_model(self):
         seconds = super().compile_or_warm_up_model()

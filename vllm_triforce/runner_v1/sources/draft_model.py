@@ -92,7 +92,8 @@ class DraftModel(DraftSource):
         )
 
     def find_matches(self, batch, proposal, rows) -> list[Match | None]:
-        return [_ALWAYS] * len(rows)
+        # It has the images of no request.
+        return [None if batch.has_placeholders(row) else _ALWAYS for row in rows]
 
     def draft(
         self, batch, proposal, rows, max_tokens, matches, sampling, noise, stop=None

@@ -50,7 +50,8 @@ class Head(DraftModel):
             self.states.first_known(request_id),
         )
         states = self.states.take(request_id, first - 1, len(token_ids) - 1)
-        return Feed(token_ids[first:].tolist(), position, states)
+        # The states of placeholders are those of their images.
+        return Feed(token_ids[first:].clip(min=0).tolist(), position, states)
 
     def _processed(self, logits, batch):
         """Make rows uniform that allow no token of the head's vocabulary.

@@ -154,7 +154,10 @@ class TokenSource(DraftSource):
 
     @abstractmethod
     def find(self, token_ids: np.ndarray) -> Match | None:
-        """Find tokens that may follow ``token_ids``, [num_tokens], int; None if there are none."""
+        """Find tokens that may follow ``token_ids``, [num_tokens], int; None if there are none.
+
+        A draft ends before a ``PLACEHOLDER`` (``DraftBatch.token_ids``).
+        """
 
     @abstractmethod
     def continue_from(self, token_ids: np.ndarray, match: Any, count: int) -> list[int]:

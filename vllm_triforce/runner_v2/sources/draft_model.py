@@ -49,6 +49,7 @@ class WindowRebuild:
     build_metadata: Callable
     max_tokens: int
     device: torch.device
+    vocab_size: int
     hidden_states: HiddenStatesV2 | None = None
 
     def __call__(
@@ -97,18 +98,19 @@ class WindowRebuild:
             self.cache.block_table[async_tensor_h2d([w[1] for w in windows], self.device)],
             max(lens),
         )
-        hidden = None
+        inputs = {"input_ids": all_token_ids[states, indices], "positions": positions}
         if self.hidden_states is not None:
             slots = slot_mapping // (block_size * self.cache.blocks_per_slot)
-            hidden = self.hidden_states.before(slots, indices)
+            inputs["hidden_states"] = self.hidden_states.before(slots, indices)
+            # Ids that stand for an image may lie outside the vocabulary.
+            inputs["input_ids"] = inputs["input_ids"].clamp(max=self.vocab_size - 1)
         forward(
             self.model,
             self.vllm_config,
-            all_token_ids[states, indices],
-            positions,
+            len(positions),
+            inputs,
             metadata,
             dict.fromkeys(self.layer_names, slot_mapping),
-            hidden,
         )
 
 
@@ -154,6 +156,7 @@ class DraftModelV2(DraftSourceV2):
             attention.ragged,
             vllm_config.scheduler_config.max_num_batched_tokens,
             context.device,
+            rows.vocab_size,
             parts.hidden_states,
         )
         self._scrubber = NanScrubber(

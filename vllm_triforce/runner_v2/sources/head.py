@@ -28,6 +28,8 @@ class HeadV2(DraftModelV2):
 
     def _prepare_first(self, first_pass: ModelPass, num_padded_rows: int) -> None:
         self._hidden_states.gather(first_pass.inputs, num_padded_rows)
+        # As when a window is rebuilt.
+        first_pass.inputs.token_ids.clamp_(max=self._rows.vocab_size - 1)
 
     def _prepare_step(self, step_pass: ModelPass, last_pass: ModelPass) -> None:
         """Feed the head's own output in the place of the target's states."""

@@ -3,6 +3,7 @@
 import torch
 
 from vllm_triforce.kernels.prompt_lookup import gather_tokens, look_up
+from vllm_triforce.runner_v2.request_flags import Placeholders
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2
 
 
@@ -11,22 +12,27 @@ class PromptLookupV2(DraftSourceV2):
 
     Args:
         max_ngram: tokens of the longest n-gram that is looked up.
+        placeholders: knows the ids that stand for images; drafts end before one.
     """
 
     name = "prompt_lookup"
 
-    def __init__(self, max_ngram: int) -> None:
+    def __init__(self, max_ngram: int, placeholders: Placeholders | None = None) -> None:
         self._max_ngram = max_ngram
+        self._placeholders = placeholders
         self._tokens: torch.Tensor | None = None
 
     @classmethod
     def build(cls, parts) -> "PromptLookupV2":
-        return cls(parts.context.config.prompt_lookup_max)
+        return cls(parts.context.config.prompt_lookup_max, parts.context.placeholders)
 
     def draft(self, batch, rows, is_first) -> None:
         if is_first:
             max_len = int(batch.max_computed_tokens.max()) + 1
             self._tokens = gather_tokens(rows, batch.all_token_ids, max_len)
+            ids = None if self._placeholders is None else self._placeholders.token_ids
+            if ids is not None:
+                self._tokens.masked_fill_(torch.isin(self._tokens, ids), -1)
         assert self._tokens is not None, "a proposal's first round comes first"
         max_tokens = batch.all_token_ids.shape[1] + rows.num_speculative_tokens
         look_up(rows, self._tokens, self._max_ngram, max_tokens)

@@ -1,0 +1,69 @@
+"""Promise: no source is given, or drafts, the tokens that stand for an image."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.refusals import refused
+from vllm_triforce.config.checks import _check_pass_size
+from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN_ROUTE
+from vllm_triforce.runner_v2.request_flags import Placeholders
+from vllm_triforce.runner_v2.runner import Routes
+
+
+def _request(token_ids: list[int], *places: tuple[int, int, list[bool] | None]):
+    features = [
+        SimpleNamespace(
+            mm_position=SimpleNamespace(
+                offset=offset,
+                length=length,
+                is_embed=None if is_embed is None else torch.tensor(is_embed),
+            )
+        )
+        for offset, length, is_embed in places
+    ]
+    return SimpleNamespace(prefill_token_ids=token_ids, mm_features=features)
+
+
+def test_ids_are_those_that_stand_for_an_embedding():
+    features = {"image": ["a feature"], "text": []}
+    cache = SimpleNamespace(mm_features=features)
+    runner = SimpleNamespace(encoder_cache=cache, device=torch.device("cpu"))
+    placeholders = Placeholders(runner)
+    placeholders.add([_request([1, 2, 3])])
+    assert placeholders.token_ids is None
+    placeholders.add([_request([1, 9, 9, 5, 8, 6, 8], (1, 2, None), (4, 3, [True, False, True]))])
+    assert placeholders.token_ids.tolist() == [8, 9]
+    assert "image" in placeholders and "text" not in placeholders and "gone" not in placeholders
+    assert "text" not in Placeholders(SimpleNamespace(encoder_cache=None, device=None))
+
+
+@pytest.mark.parametrize("level1", ["draft_model", "prompt_lookup", None])
+def test_a_draft_model_gets_no_request_with_images(level1):
+    built = SimpleNamespace(
+        speculator=SimpleNamespace(level1=level1 and SimpleNamespace(name=level1)),
+        context=SimpleNamespace(placeholders={"image"}),
+    )
+    routes = Routes(config=None, built=built, flags=None)
+    through_levels = LEVEL2_ALONE if level1 == "draft_model" else HIERARCHICAL
+    assert routes._route("image", HIERARCHICAL) == through_levels
+    assert routes._route("image", "draft_model") == PLAIN_ROUTE
+    for request_id, route in (
+        ("image", "prompt_lookup"),
+        ("image", "head"),
+        ("text", HIERARCHICAL),
+    ):
+        assert routes._route(request_id, route) == route
+
+
+def test_level2_passes_fit_the_positions():
+    """Compiled code reads M-RoPE positions by the strides of vLLM's buffer."""
+    config = SimpleNamespace(max_speculating_seqs=8, gamma=4, uses_level2=True)
+    scheduler = SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=39)
+    model = SimpleNamespace(model="a model", uses_mrope=True)
+    engine = SimpleNamespace(scheduler_config=scheduler, model_config=model, lora_config=None)
+    with refused("max_num_batched_tokens=39 with target 'a model', which uses M-RoPE,"):
+        _check_pass_size(engine, config)
+    scheduler.max_num_batched_tokens = 40
+    _check_pass_size(engine, config)
