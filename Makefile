@@ -1,6 +1,6 @@
 # make demo    installs into .venv and runs stock vLLM beside TriForce on a pretrained model; without
 #              a download of that model: ARGS=--toy
-# make test    installs into .venv and passes the tests (about half an hour on two cores)
+# make test    installs into .venv and passes the tests (a quarter of an hour on two cores)
 # make test-all  and those of them that are left for a release
 # make emulated-gpu  runs vLLM's CUDA build and this plugin on an emulated GPU, in an environment of
 #                    its own (Python 3.12, 6 GB): ARGS="--only '*quest*'"; EMULATION=FOLDER
