@@ -78,17 +78,14 @@ class StepPlanMixin(SchedulerBase):
         self._disabled &= self.requests.keys()
         self._with_slots &= {request.request_id for request in self.running} - self._disabled
         request_ids = scheduler_output.num_scheduled_tokens
-        max_tokens = {}
-        if len(request_ids) <= self._config.max_batch:
-            lengths = {
-                request_id: self._max_tokens(self.requests[request_id])
-                for request_id in request_ids
-            }
-            max_tokens = {request_id: length for request_id, length in lengths.items() if length}
-        num_plain = sum(
-            request_id not in max_tokens and not self.requests[request_id].is_prefill_chunk
-            for request_id in request_ids
-        )
+        max_tokens, num_plain = {}, 0
+        may_propose = len(request_ids) <= self._config.max_batch
+        for request_id in request_ids:
+            request = self.requests[request_id]
+            if length := self._max_tokens(request) if may_propose else 0:
+                max_tokens[request_id] = length
+            elif not request.is_prefill_chunk:
+                num_plain += 1
         plan = self.plan_step(max_tokens, num_plain, request_ids)
         plan = self._fit_to_room(scheduler_output, plan)
         attach_plan(scheduler_output, plan)
