@@ -32,9 +32,12 @@ def test_ids_are_those_that_stand_for_an_embedding():
     runner = SimpleNamespace(encoder_cache=cache, device=torch.device("cpu"))
     placeholders = Placeholders(runner)
     placeholders.add([_request([1, 2, 3])])
-    assert placeholders.token_ids is None
+    seen = torch.tensor([[9, 8, 7, 1], [300, 0, 9, 9]], dtype=torch.int32)
+    placeholders.drop_from(seen)
+    assert seen.tolist() == [[9, 8, 7, 1], [300, 0, 9, 9]]
     placeholders.add([_request([1, 9, 9, 5, 8, 6, 8], (1, 2, None), (4, 3, [True, False, True]))])
-    assert placeholders.token_ids.tolist() == [8, 9]
+    placeholders.drop_from(seen)
+    assert seen.tolist() == [[-1, -1, 7, 1], [300, 0, -1, -1]]
     assert "image" in placeholders and "text" not in placeholders and "gone" not in placeholders
     assert "text" not in Placeholders(SimpleNamespace(encoder_cache=None, device=None))
 
@@ -58,12 +61,15 @@ def test_a_draft_model_gets_no_request_with_images(level1):
 
 
 def test_level2_passes_fit_the_positions():
-    """Compiled code reads M-RoPE positions by the strides of vLLM's buffer."""
+    """Compiled code reads M-RoPE positions by the strides of vLLM's buffer, and Gemma 3n and 4
+    keep each layer's embeddings in one."""
     config = SimpleNamespace(max_speculating_seqs=8, gamma=4, uses_level2=True)
     scheduler = SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=39)
-    model = SimpleNamespace(model="a model", uses_mrope=True)
+    model = SimpleNamespace(model="a model", supports_multimodal_inputs=True)
     engine = SimpleNamespace(scheduler_config=scheduler, model_config=model, lora_config=None)
-    with refused("max_num_batched_tokens=39 with target 'a model', which uses M-RoPE,"):
+    with refused(
+        "max_num_batched_tokens=39 with target 'a model', which takes images, audio or video,"
+    ):
         _check_pass_size(engine, config)
     scheduler.max_num_batched_tokens = 40
     _check_pass_size(engine, config)

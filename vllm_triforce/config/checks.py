@@ -158,13 +158,14 @@ def _check_features(vllm_config) -> None:
 def _check_pass_size(vllm_config, config: ResolvedConfig) -> None:
     """Refuse a token budget smaller than level 2's largest pass, where vLLM has buffers for it.
 
-    Its LoRA layers have one slot per token of ``max_num_batched_tokens``; so have M-RoPE positions.
+    Its LoRA layers have one slot per token of ``max_num_batched_tokens``; so have M-RoPE positions
+    and the embeddings of each layer (Gemma 3n, Gemma 4).
     """
     scheduler_config, model_config = vllm_config.scheduler_config, vllm_config.model_config
     if vllm_config.lora_config is not None:
         reason = "enable_lora=True"
-    elif config.uses_level2 and model_config.uses_mrope:
-        reason = f"target {model_config.model!r}, which uses M-RoPE,"
+    elif config.uses_level2 and model_config.supports_multimodal_inputs:
+        reason = f"target {model_config.model!r}, which takes images, audio or video,"
     else:
         return
     num_reqs = min(scheduler_config.max_num_seqs, config.max_speculating_seqs)

@@ -13,7 +13,7 @@ from vllm_triforce.controller.acceptance import ROUND_PRIOR
 from vllm_triforce.controller.controller import Controller, Planned
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice
+from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN, Choice
 
 # Deciding may take this share of the time: a decision holds for longer, but not beyond so long.
 _DECIDING_SHARE, _MAX_HOLD_S = 0.05, 0.25
@@ -319,7 +319,7 @@ class AsyncController:
             ]
             if not request_ids or pending.untypical.intersection(request_ids):
                 continue
-            if route == HIERARCHICAL:
+            if route == HIERARCHICAL and LEVEL2_ALONE not in step.proposing_seconds:
                 num_rounds = max(pending.plan[request_id][1] for request_id in request_ids)
                 context = sum(pending.contexts[request_id] for request_id in request_ids) / len(
                     request_ids

@@ -47,6 +47,8 @@ class CostModel:
     """Factor on full passes, below 1 where the machine was slower at start-up."""
     overheads: dict[BatchKey, float] = field(default_factory=dict)
     """Seconds of a plain step beside its full pass, negative where that was measured too slow."""
+    plain_passes: dict[BatchKey, float] = field(default_factory=dict)
+    """Predicted seconds of the full pass of a plain step, a moving average."""
     reevaluations: dict[BatchKey, float] = field(default_factory=dict)
     """Seconds, beside its full pass, of a plain step with a decision to rest."""
     speculating: dict[BatchKey, float] = field(default_factory=dict)
@@ -332,8 +334,14 @@ class CostModel:
             # learned alike, for the difference is what counts.
             weight = _FASTER if old_s is not None and beside_s < old_s else _NEW
             learned[key] = new_s = _moved(old_s, beside_s, seconds, weight)
-            if old_s is not None and not step.is_reevaluation:
-                self._shrink_factors((passes_s + new_s) / (passes_s + old_s))
+            if step.is_reevaluation:
+                return seconds, seconds
+            usual_s = self.plain_passes.get(key, passes_s)
+            self.plain_passes[key] = _moved(usual_s, passes_s, passes_s)
+            # At other contexts an overhead changes because start-up measured these wrong.
+            if old_s is not None and abs(passes_s - usual_s) < 0.2 * usual_s:
+                now_s, before_s = (max(passes_s / 2, passes_s + s) for s in (new_s, old_s))
+                self._shrink_factors(now_s / before_s)
             return seconds, seconds
         constant = self.speculating_seconds(num_rows, step.is_greedy)
         per_draft = self.draft_seconds(step.is_greedy)

@@ -178,14 +178,28 @@ class Level1:
         return self._controller.config.synthetic_level1_acceptance
 
     @property
+    def gamma(self) -> int:
+        """Tokens that a draft of each row may have in any case."""
+        return self._controller.config.gamma
+
+    @property
     def model(self) -> DraftSource | None:
         """Source with the draft model, None if there is none."""
         return next((source for source in self.sources.values() if source.needs_model), None)
 
-    def num_uncached_tokens(self, request_id: str, num_tokens: int) -> int:
-        """Return how many tokens level 1 must read to draft after ``num_tokens`` tokens."""
+    def num_uncached_tokens(
+        self, request_id: str, num_tokens: int, classes: Mapping[str, int | None]
+    ) -> int:
+        """Return how many tokens level 1 must read to draft after ``num_tokens`` tokens.
+
+        Args:
+            classes: the request's match class by source, None for a source without tokens.
+        """
         return max(
-            source.num_uncached_tokens(request_id, num_tokens) for source in self.sources.values()
+            0
+            if classes.get(name, 0) is None
+            else source.num_uncached_tokens(request_id, num_tokens)
+            for name, source in self.sources.items()
         )
 
     @property
@@ -242,8 +256,10 @@ class LevelsV1:
         ]
         if not rows:
             return None
-        # Each pass of level 2 adds a token, hence one draft less.
-        self._max_drafts = [self._num_missing(row) - 1 for row in rows]
+        # Each pass of level 2 adds a token, hence one draft less. Of drafts beyond ``gamma``, those
+        # that would make the pass larger than a step's are cut: vLLM has no larger buffers.
+        longest = max(self._level1.gamma, self._level2.max_tokens // len(rows) - 1)
+        self._max_drafts = [min(self._num_missing(row) - 1, longest) for row in rows]
         self._sampling = self.batch.sampling.take(rows)
         start_noise(self._noise, self.batch, self.proposal, rows)
         return rows

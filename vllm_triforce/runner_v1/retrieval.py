@@ -41,6 +41,8 @@ class RetrievalLevel:
         self.attention = attention
         self.cache = cache
         self._device = device
+        self.max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        """Tokens of the largest full pass, for which vLLM has buffers."""
         self.before_pass: Callable[[list[str], list[int]], None] | None = None
         """Called before each pass with the request ids and the number of tokens of each."""
         self.after_pass: Callable[..., None] | None = None

@@ -73,10 +73,10 @@ class SpeculatorV1:
                 request_id,
                 context := batch.num_computed_tokens[row],
                 batch.max_num_tokens[row],
-                matches.classes(row),
+                classes := matches.classes(row),
                 batch.has_seed(row),
                 greedy[row],
-                self.level1.num_uncached_tokens(request_id, context + 1),
+                self.level1.num_uncached_tokens(request_id, context + 1, classes),
                 0 if self.level2.has_selection(request_id) else context,
                 num_left[row],
             )

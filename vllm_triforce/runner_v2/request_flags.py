@@ -38,8 +38,8 @@ class Placeholders:
         self._features = {} if cache is None else cache.mm_features
         self._device = runner.device
         self._ids: set[int] = set()
-        self.token_ids: torch.Tensor | None = None
-        """[num_ids], int32, of all requests so far; None before the first."""
+        self._is_placeholder: torch.Tensor | None = None
+        """[largest id + 2], bool, of all requests so far; None before the first."""
 
     def __contains__(self, request_id: str) -> bool:
         return bool(self._features.get(request_id))
@@ -53,8 +53,14 @@ class Placeholders:
                 is_embed = slice(None) if place.is_embed is None else place.is_embed.numpy()
                 self._ids.update(token_ids[is_embed].tolist())
         if len(self._ids) > num_ids:
-            ids = torch.tensor(sorted(self._ids), dtype=torch.int32)
-            self.token_ids = ids.to(self._device, non_blocking=True)
+            table = torch.zeros(max(self._ids) + 2, dtype=torch.bool)
+            table[list(self._ids)] = True
+            self._is_placeholder = table.to(self._device, non_blocking=True)
+
+    def drop_from(self, token_ids: torch.Tensor) -> None:
+        """Replace ids that stand for an image by -1, without waiting for the device."""
+        if (table := self._is_placeholder) is not None:
+            token_ids.masked_fill_(table[token_ids.clamp(0, len(table) - 1).long()], -1)
 
 
 def install_request_listener(runner) -> RequestFlags:

@@ -53,6 +53,7 @@ class StepPlanMixin(SchedulerBase):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._config = config = read_config(self.vllm_config)[0]
+        self._drafts_text_only = config.levels == "1,3" and config.sources == (MODEL_SOURCE,)
         self._num_slots = min(self.max_num_running_reqs, config.max_speculating_seqs)
         self._with_slots: set[str] = set()
         """Ids of requests with a slot of the worker's, kept until they end or lose their blocks."""
@@ -175,6 +176,8 @@ class StepPlanMixin(SchedulerBase):
             or (is_first and self.decisions is not None)
             or request.request_id in self._disabled
             or request.num_computed_tokens < self._config.min_context
+            # A draft model has no images, and nothing else may draft.
+            or (request.mm_features and self._drafts_text_only)
         ):
             return 0
         max_tokens = proposal_limit(request.sampling_params, self.num_spec_tokens)

@@ -30,9 +30,8 @@ class PromptLookupV2(DraftSourceV2):
         if is_first:
             max_len = int(batch.max_computed_tokens.max()) + 1
             self._tokens = gather_tokens(rows, batch.all_token_ids, max_len)
-            ids = None if self._placeholders is None else self._placeholders.token_ids
-            if ids is not None:
-                self._tokens.masked_fill_(torch.isin(self._tokens, ids), -1)
+            if self._placeholders is not None:
+                self._placeholders.drop_from(self._tokens)
         assert self._tokens is not None, "a proposal's first round comes first"
         max_tokens = batch.all_token_ids.shape[1] + rows.num_speculative_tokens
         look_up(rows, self._tokens, self._max_ngram, max_tokens)
