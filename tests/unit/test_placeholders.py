@@ -1,6 +1,7 @@
 """Promise: no source is given, or drafts, the tokens that stand for an image."""
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.refusals import refused
 from vllm_triforce.config.checks import _check_pass_size
 from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN_ROUTE
+from vllm_triforce.runner_v1.levels import LevelsV1
 from vllm_triforce.runner_v2.request_flags import Placeholders
 from vllm_triforce.runner_v2.runner import Routes
 
@@ -73,3 +75,26 @@ def test_level2_passes_fit_the_positions():
         _check_pass_size(engine, config)
     scheduler.max_num_batched_tokens = 40
     _check_pass_size(engine, config)
+
+
+@pytest.mark.parametrize("num_rows, longest", [(2, 19), (8, 4), (16, 4)])
+def test_drafts_beyond_gamma_fit_the_positions(num_rows, longest):
+    """Prompt lookup may draft more than ``gamma`` tokens where the controller chooses it."""
+    batch = MagicMock(
+        request_ids=list(map(str, range(num_rows))),
+        max_num_tokens=[32] * num_rows,
+        num_computed_tokens=[100] * num_rows,
+        sampling=SimpleNamespace(take=lambda rows: None, seeds=None),
+        __len__=lambda its: num_rows,
+    )
+    asked = {}
+
+    def draft(batch, proposal, rows, max_tokens, *_):
+        asked[num_rows] = max_tokens
+
+    level1 = SimpleNamespace(gamma=4, draft=draft)
+    level2 = SimpleNamespace(max_tokens=40)
+    noise = SimpleNamespace(begin=lambda *_: None)
+    levels = LevelsV1(batch, level1, level2, noise, set())
+    levels.draft(levels.unfinished())
+    assert asked[num_rows] == [longest] * num_rows

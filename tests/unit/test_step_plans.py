@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
@@ -52,6 +54,19 @@ def test_who_names_tokens_or_asks_for_none_proposes_nothing():
         add(its, name, [5] * 20, **params)
     (found,) = plans(its)
     assert found == {"few": replace(ALL, num_tokens=2, num_rounds=1), "allowed": ALL}
+
+
+@pytest.mark.parametrize("levels, proposes", [("1,3", False), ("1,2,3", True)])
+def test_a_draft_model_drafts_for_no_image(levels, proposes):
+    """Without level 2 nothing is planned for its request, which takes no slot of others."""
+    its = scheduler(60, 6, levels=levels, draft_sources="draft_model", max_speculating_seqs=1)
+    add(its, "image", [5] * 20)
+    its.max_num_encoder_input_tokens = 8
+    its.encoder_cache_manager = EncoderCacheManager(8)
+    image = MultiModalFeatureSpec(None, "image", "image", PlaceholderRange(0, 2))
+    its.requests["image"].mm_features = [image]
+    add(its, "text", [5] * 20)
+    assert [*plans(its, 2)[1]] == (["image"] if proposes else ["text"])
 
 
 def test_nothing_is_proposed_beyond_the_end():
