@@ -281,6 +281,7 @@ def test_unsupported_settings_on_a_gpu_are_refused(changed, named, monkeypatch):
     monkeypatch.setattr(checks, "_reads_fp8", lambda: False)  # as on an A100
     model_config = SimpleNamespace(
         model="a model",
+        uses_mrope=False,
         supports_multimodal_inputs=False,
         enable_sleep_mode=changed.get("sleeps", False),
     )

@@ -62,15 +62,18 @@ def test_a_draft_model_gets_no_request_with_images(level1):
         assert routes._route(request_id, route) == route
 
 
-def test_level2_passes_fit_the_positions():
+@pytest.mark.parametrize("takes_images", [True, False])  # False: --language-model-only
+def test_level2_passes_fit_the_positions(takes_images):
     """Compiled code reads M-RoPE positions by the strides of vLLM's buffer, and Gemma 3n and 4
     keep each layer's embeddings in one."""
     config = SimpleNamespace(max_speculating_seqs=8, gamma=4, uses_level2=True)
     scheduler = SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=39)
-    model = SimpleNamespace(model="a model", supports_multimodal_inputs=True)
+    model = SimpleNamespace(
+        model="a model", uses_mrope=True, supports_multimodal_inputs=takes_images
+    )
     engine = SimpleNamespace(scheduler_config=scheduler, model_config=model, lora_config=None)
     with refused(
-        "max_num_batched_tokens=39 with target 'a model', which takes images, audio or video,"
+        "max_num_batched_tokens=39 with target 'a model', which takes images or has M-RoPE,"
     ):
         _check_pass_size(engine, config)
     scheduler.max_num_batched_tokens = 40

@@ -164,8 +164,10 @@ def _check_pass_size(vllm_config, config: ResolvedConfig) -> None:
     scheduler_config, model_config = vllm_config.scheduler_config, vllm_config.model_config
     if vllm_config.lora_config is not None:
         reason = "enable_lora=True"
-    elif config.uses_level2 and model_config.supports_multimodal_inputs:
-        reason = f"target {model_config.model!r}, which takes images, audio or video,"
+    elif config.uses_level2 and (
+        model_config.supports_multimodal_inputs or model_config.uses_mrope
+    ):
+        reason = f"target {model_config.model!r}, which takes images or has M-RoPE,"
     else:
         return
     num_reqs = min(scheduler_config.max_num_seqs, config.max_speculating_seqs)

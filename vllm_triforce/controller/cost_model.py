@@ -17,9 +17,9 @@ _FORGOTTEN = 1 / 1024  # in a plain step
 _CREDIBLE = 2.0
 # A decision delays its batch by at most so many times its own seconds: the step around it varies by
 # more, and one that seems dear is not repeated for long.
-_WAKE = 3.0
+_MAX_DECISION_DELAY = 3.0
 # Share of a plain step's time from which on the machine has become faster: beyond noise.
-_FASTER_MACHINE = 0.85
+_MACHINE_IS_FASTER = 0.85
 # Relative error of predictions, before any was compared with a step; and at least, since
 # acceptance is predicted worse than time.
 _FIRST_ERROR, _MIN_ERROR = 0.15, 0.05
@@ -323,7 +323,9 @@ class CostModel:
         if not step.num_drafts:
             seconds = min(step.seconds, _CREDIBLE * plain_s)
             if step.is_reevaluation:
-                seconds = min(seconds, passes_s + overhead_s + _WAKE * step.proposal_seconds)
+                seconds = min(
+                    seconds, passes_s + overhead_s + _MAX_DECISION_DELAY * step.proposal_seconds
+                )
             # Negative where the start-up measured this pass too slow and not those of proposals,
             # which hold ``speed``.
             beside_s = max(-passes_s / 2, seconds - passes_s)
@@ -366,7 +368,7 @@ class CostModel:
 
         What was learned while the machine was slow would forbid the proposals that correct it.
         """
-        if share > _FASTER_MACHINE:
+        if share > _MACHINE_IS_FASTER:
             return
         self.factors = {n: min(f, max(1.0, share * f)) for n, f in self.factors.items()}
         self.rounds = {n: min(f, max(1.0, share * f)) for n, f in self.rounds.items()}

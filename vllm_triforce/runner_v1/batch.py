@@ -136,6 +136,7 @@ class RunnerBatch:
         logits_processors: list[Callable | None] = [
             self._logits_processor(row, row_ids) for row, row_ids in zip(rows, token_ids)
         ]
+        # Penalties and the newest token above are of the true ids; only the drafts see no images.
         for row, row_ids in zip(rows, token_ids):
             for feature in self._request(row).mm_features:
                 place = feature.mm_position

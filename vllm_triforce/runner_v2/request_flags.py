@@ -1,4 +1,4 @@
-"""Request parameters that Model Runner V2 does not keep."""
+"""What Model Runner V2 does not keep of requests: parameters, and ids that stand for images."""
 
 from collections.abc import Iterable
 
