@@ -130,7 +130,7 @@ def install(clock: VirtualClock) -> None:
     advance_by(clock, DraftModel, "_forward", clock.draft_pass)
     advance_by(clock, RetrievalLevel, "begin", clock.selection)
     advance_by(clock, RetrievalLevel, "forward", clock.level2_pass)
-    advance_by(clock, Controller, "choose", clock.decision)
+    advance_by(clock, Controller, "_choose_columns", clock.decision)
     candidate, step_time = speculator.Candidate, plain_steps.StepTime
     speculator.Candidate = lambda name, context, *args: candidate(  # type: ignore
         name, clock.context, *args
@@ -217,6 +217,7 @@ def main() -> None:
         clock.is_greedy, speeds = temperature == 0, []
         for start in range(args.starts):
             controller.__init__(controller.config, sources)  # type: ignore[misc]
+            controller.clock = clock.perf_counter
             controller.start(measured_at_start_up(clock.truth.measured, start))
             clock.restart(start)
             for i in random.Random(start).sample(range(len(prompts)), len(prompts)):

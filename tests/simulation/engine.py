@@ -26,6 +26,9 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.scheduler.v2 import TriForceAsyncSchedulerV2, TriForceSchedulerV2
 
+# Of the host, hidden behind the device.
+DECISION_S = 0.0005
+
 
 class _OnRunnerV2(VllmConfig):
     """vLLM's configuration as it is with Model Runner V2, which needs Triton to be asked for."""
@@ -166,13 +169,14 @@ class Engine:
 
     def __init__(self, scheduler, world: World, max_context: int | None = None) -> None:
         self.scheduler, self.now = scheduler, 0.0
+        self._num_reads, self._last_read = 0, 0.0
         self._config = self._measured = None
         settings = scheduler.vllm_config
         if METHOD in (settings.additional_config or {}):
             keys = dict(settings.additional_config[METHOD])
             keys.pop("draft_model")
             self._config = ResolvedConfig.from_dict(keys)
-            scheduler.clock = lambda: self.now
+            scheduler.clock = self._read_clock
             self._measured = world.machine.measured(
                 self._config,
                 max_context or scheduler.max_model_len - 64,
@@ -202,6 +206,12 @@ class Engine:
         self._hasher = get_request_block_hasher(scheduler.block_size, sha256)
         if not is_caching:
             self._hasher = None
+
+    def _read_clock(self) -> float:
+        """Return the time; a decision, between two readings, takes a while on the host."""
+        self._num_reads = self._num_reads + 1 if self.now == self._last_read else 0
+        self._last_read = self.now
+        return self.now + self._num_reads * DECISION_S
 
     def add(self, arrival: Arrival) -> str:
         name, self._num_requests = f"r{self._num_requests}", self._num_requests + 1

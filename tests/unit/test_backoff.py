@@ -1,39 +1,35 @@
 """Promise: what speculation is compared with is plain decoding undisturbed, and looking at a batch
 that decodes plainly costs no more than its share of the time."""
 
-import random
-import statistics
-from dataclasses import replace
+import itertools
 
 import pytest
 
 from tests.unit.worlds import NOTHING_PAYS, controller
 from vllm_triforce.controller.backoff import (
-    LONGEST_PAID_REST,
-    SHORTEST_PAID_REST,
+    LONGEST_REST,
+    SHORTEST_REST,
     SpeculationBackoff,
 )
-from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.routes import PLAIN
 from vllm_triforce.controller.trials import TRIAL_SHARE
 
 
 def test_a_rest_begins_and_ends():
-    """A rest of six steps from step 1 ends with a re-evaluation in step 7."""
+    """A rest of six steps from step 1 ends with a decision in step 7."""
     backoff = SpeculationBackoff()
     backoff.begin_step()
     backoff.begin(6)
     seen = []
     for _ in range(7):
         backoff.begin_step()
-        seen.append((backoff.step, backoff.is_resting, backoff.is_settled, backoff.is_reevaluation))
+        seen.append((backoff.step, backoff.is_resting, backoff.is_settled))
     assert seen == [
-        (2, True, False, False),  # the first one after others is slower
-        *((step, True, True, False) for step in (3, 4, 5, 6)),
-        (7, False, False, True),
-        (8, False, False, False),
+        (2, True, False),  # the first one after others is slower
+        *((step, True, True) for step in (3, 4, 5, 6)),
+        (7, False, False),
+        (8, False, False),
     ]
 
 
@@ -45,56 +41,17 @@ def test_few_steps_at_rest_are_timed():
     for _ in range(800):
         backoff.begin_step()
         timed += backoff.wants_times
-    assert timed == 1 + 200
+    assert timed == 200
 
 
-def test_reevaluations_are_timed_apart():
-    model = CostModel(NOTHING_PAYS)
-    plain = model.full_pass([1, 1], [50, 60])
-    model.observe_step(StepTime(True, [1, 1], [50, 60], plain + 0.004))
-    assert model.overhead(2) == pytest.approx(0.004) and not model.reevaluation_seconds(2, True)
-    for _ in range(50):
-        step = StepTime(True, [1, 1], [50, 60], plain + 0.006, proposal_seconds=0.001)
-        model.observe_step(replace(step, is_reevaluation=True))
-    assert model.overhead(2) == pytest.approx(0.004)
-    assert model.reevaluation_seconds(2, True) == pytest.approx(0.002)
-
-
-def test_a_noisy_clock_makes_no_rest_long():
-    """Steps vary by 10 %, a decision takes a thousandth: it is not taken for a tenth."""
-    model, draw, found = CostModel(NOTHING_PAYS), random.Random(0), []
-    plain = model.full_pass([1], [50])
-    for _ in range(1000):
-        for decides in (False, False, True):
-            seconds = (plain + decides * plain / 1000) * draw.gauss(1, 0.1)
-            step = StepTime(True, [1], [50], seconds, proposal_seconds=decides * plain / 1000)
-            model.observe_step(replace(step, is_reevaluation=decides))
-        found.append(model.reevaluation_seconds(1, True))
-    assert statistics.mean(found) < 0.01 * plain
-
-
-def test_a_machine_that_slows_down_makes_no_rest_long():
-    """A decision that met the slow machine would seem to take a plain step's time."""
-    model = CostModel(NOTHING_PAYS)
-    plain = model.full_pass([1], [50])
-    for slowness in (1, 1, 3, 1, 1):
-        step = StepTime(True, [1], [50], slowness * plain, proposal_seconds=slowness * 0.001)
-        model.observe_step(replace(step, is_reevaluation=True))
-        model.observe_step(StepTime(True, [1], [50], plain))
-        assert model.reevaluation_seconds(1, True) <= 3 * 0.003
-
-
-def resting(reevaluation_s: float):
-    """Return a controller that measured what a re-evaluation adds to a step, and a plain step."""
+def resting(decision_s: float):
+    """Return a controller whose decisions delay a step by ``decision_s``, and a plain step."""
     found = controller(NOTHING_PAYS)
-    plain_s = found.measured.full_pass([1], [4000])
-    step = StepTime(True, [1], [4000], plain_s + reevaluation_s, proposal_seconds=reevaluation_s)
-    found.measured.observe_step(replace(step, is_reevaluation=True))
-    found.start(found.measured)
-    return found, plain_s
+    found.clock = itertools.count(0.0, decision_s / 2).__next__
+    return found, found.measured.full_pass([1], [4000])
 
 
-def reevaluations(found, num_steps: int, joins=lambda step: False) -> list[int]:
+def decisions(found, num_steps: int, joins=lambda step: False) -> list[int]:
     """Return the steps in which the controller decides; each time it stays plain."""
     steps = []
     for step in range(num_steps):
@@ -108,40 +65,37 @@ def reevaluations(found, num_steps: int, joins=lambda step: False) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "reevaluation_s, first",
+    "decision_s, first",
     [
-        (1e-6, [0, SHORTEST_PAID_REST, 2 * SHORTEST_PAID_REST]),
+        (1e-6, [0, SHORTEST_REST, 2 * SHORTEST_REST]),
         (0.005, []),
-        (10.0, [0, LONGEST_PAID_REST, 2 * LONGEST_PAID_REST]),
+        (10.0, [0, SHORTEST_REST, SHORTEST_REST + LONGEST_REST]),
     ],
 )
-def test_rests_pay_for_their_decisions(reevaluation_s, first):
+def test_rests_pay_for_their_decisions(decision_s, first):
     """Nothing pays: a rest lasts until a decision has its share, 4 to 128 steps."""
-    found, plain_s = resting(reevaluation_s)
+    found, plain_s = resting(decision_s)
     num_steps = 10_000
-    steps = reevaluations(found, num_steps)
+    steps = decisions(found, num_steps)
     assert steps[: len(first)] == first
-    share = len(steps) * min(reevaluation_s, plain_s) / (num_steps * plain_s)
-    assert share <= 1.1 * TRIAL_SHARE or len(steps) <= num_steps / LONGEST_PAID_REST + 1
-    assert len(steps) >= num_steps / LONGEST_PAID_REST
+    share = len(steps) * min(decision_s, plain_s) / (num_steps * plain_s)
+    assert share <= 1.1 * TRIAL_SHARE or len(steps) <= num_steps / LONGEST_REST + 2
+    assert len(steps) >= num_steps / LONGEST_REST
 
 
-def test_rests_double_while_the_time_of_decisions_is_not_known():
-    assert reevaluations(controller(NOTHING_PAYS), 100) == [0, 8, 24, 56, 88]
-
-
-@pytest.mark.parametrize("reevaluation_s, every", [(0.0005, 1), (0.002, 3), (0.005, 10)])
-def test_reevaluations_take_no_more_however_often_requests_join(reevaluation_s, every):
-    found, plain_s = resting(reevaluation_s)
-    steps = reevaluations(found, 5000, joins=lambda step: step % every == 0)
-    share = len(steps) * reevaluation_s / (5000 * plain_s)
+@pytest.mark.parametrize("decision_s, every", [(0.0005, 1), (0.002, 3), (0.005, 10)])
+def test_decisions_take_no_more_however_often_requests_join(decision_s, every):
+    found, plain_s = resting(decision_s)
+    steps = decisions(found, 5000, joins=lambda step: step % every == 0)
+    share = len(steps) * decision_s / (5000 * plain_s)
     assert 0.5 * TRIAL_SHARE <= share <= 1.1 * TRIAL_SHARE
 
 
-def test_a_request_that_joins_is_reevaluated_as_soon_as_that_is_paid_for():
-    """At once after a long rest, but not in the step that reads the prompt."""
-    steps = reevaluations(controller(NOTHING_PAYS), 100, joins=lambda step: step == 80)
-    assert 81 in steps and 80 not in steps
+def test_a_request_that_joins_is_decided_on_as_soon_as_that_is_paid_for():
+    """At once where decisions take no time, but not in the step that reads the prompt."""
+    found, _ = resting(1e-6)
+    steps = decisions(found, 100, joins=lambda step: step == 81)
+    assert 80 in steps and 82 in steps and 81 not in steps
 
 
 @pytest.mark.parametrize("has_seed, keys", [(True, {}), (False, {"min_context": 0})])

@@ -397,7 +397,8 @@ def test_reading_a_window_again_is_part_of_the_plan():
 def test_a_cost_that_nothing_foretells_is_found(speculating):
     """Speculation is given up where steps with drafts take longer than their parts."""
     world = World(LONG_PAYS, 0.6, 0.4, speculating=speculating)
-    assert world.decode(controller(LONG_PAYS), 1500, 20_000) >= 0.97
+    speeds = [world.decode(controller(LONG_PAYS), 1500, 20_000, seed=seed) for seed in range(4)]
+    assert min(speeds) >= 0.96
 
 
 def test_the_break_even_is_of_requests_that_propose():
@@ -609,21 +610,20 @@ def test_a_pause_is_not_taken_for_a_steps_time(num_drafts, is_known):
     assert model.speculating_seconds(1, True) < 0.2 * usual
 
 
-def test_a_trial_pays_for_verification_and_reevaluation():
-    """Where nobody speculates, a trial pays for verification and re-evaluation too."""
+def test_a_trial_pays_for_verification_and_a_decision():
+    """Where nobody speculates, a trial pays for verification and for the decision after it."""
     found = controller(LONG_PAYS, has_draft=False)
     contexts = [500] * 4
     plain = found.measured.full_pass([1] * 4, contexts)
-    for _ in range(50):
-        step = StepTime(True, [1] * 4, contexts, 1.1 * plain, proposal_seconds=0.1 * plain)
-        found.measured.observe_step(dataclasses.replace(step, is_reevaluation=True))
+    found.clock = itertools.count(0.0, 0.05 * plain).__next__
+    found.measured.observe_decision(0.05 * plain)
     found.measured.speculating[3, True] = fixed = 0.2 * plain
     # Next to nothing is accepted, and much could be gained if it were.
     engine = found.acceptance.greedy
     engine.level2 = Rate(0.01, weight=50, memory=512)
     engine.level1[LOOKUP, False] = [Rate(0.01, weight=50, memory=512) for _ in range(8)]
     found.start(found.measured)
-    around = fixed + found.model.reevaluation_seconds(4, True)
+    around = fixed + found.model.decision_s
     num_trials, num_steps = 0, 6000
     candidates = [Candidate(str(i), 500, 16, match_classes=matched(8)) for i in range(4)]
     for _ in deciding_steps(found, num_steps):

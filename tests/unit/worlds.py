@@ -1,7 +1,8 @@
 """Measured costs of machines, and worlds in which a controller decides."""
 
+import itertools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import PLAIN, Candidate, Controller, CostModel, StepTime
@@ -59,6 +60,7 @@ OVER_HOST = Measurements(
 def controller(measured: Measurements, has_draft=True, **keys) -> Controller:
     config = TriForceConfig(**keys).with_defaults(can_adapt=True, model=DRAFT).resolve(32)
     found = Controller(config, SOURCES if has_draft else SOURCES[1:])
+    found.clock = itertools.count(0.0, 1e-4).__next__
     found.start(CostModel(measured))
     return found
 
@@ -110,6 +112,7 @@ class World:
         """
         draw, truth, is_greedy = random.Random(seed), CostModel(self.measured), size == 1
         running: dict[str, int] = {}  # request -> emitted tokens
+        controller.clock = itertools.count(0.0, self.deciding / 2 or 1e-4).__next__
         num_begun, num_tokens, seconds, plain_seconds = 0, 0, 0.0, 0.0
         max_tokens = min(self.max_tokens, controller.config.num_speculative_tokens)
         for _ in range(num_steps):
@@ -140,10 +143,7 @@ class World:
             step += self.speculating if any(lengths) else 0.0
             planned = controller.take_plan()
             taken = StepTime(is_greedy, tokens, contexts, step, sum(lengths), proposing, sum(kept))
-            if controller.backoff.is_reevaluation and not any(lengths):
-                decided = replace(taken, seconds=step + proposing, is_reevaluation=True)
-                controller.observe_step(decided, planned)
-            elif any(lengths) or controller.backoff.is_settled:
+            if any(lengths) or controller.backoff.is_settled:
                 controller.observe_step(taken, planned)
             seconds += step + proposing
             plain_seconds += truth.full_pass([1] * size, contexts) + self.overhead

@@ -5,7 +5,6 @@ come when a full pass is done: the time between two outputs is that of the propo
 first pass, and of the pass that verifies them.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -114,11 +113,11 @@ class AsyncController:
         self,
         controller: Controller,
         source_of_levels: str | None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
     ) -> None:
         self.controller = controller
         self._source_of_levels = source_of_levels
-        self._clock = clock
+        self._clock = controller.clock = clock
         self._held: _Held | None = None
         self._pending: dict[int, _Pending] = {}
         self._num_steps = 0

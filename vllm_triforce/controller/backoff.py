@@ -8,10 +8,8 @@ _SETTLING_STEPS = 2
 PROBE_STEPS = _SETTLING_STEPS + 1
 # At rest one step in eight is timed, which takes the begin of two.
 _TIMED_EVERY = 8
-# Steps of a rest where the time of a decision is not known: the first, and at most by doubling.
-FIRST_REST, LONGEST_REST = 8, 32
-# Steps of a rest where it is known: at least, so that some are settled and timed; and at most.
-SHORTEST_PAID_REST, LONGEST_PAID_REST = 4, 128
+# Steps of a rest: at least, so that some are settled and timed; and at most.
+SHORTEST_REST, LONGEST_REST = 4, 128
 
 
 class SpeculationBackoff:
@@ -21,14 +19,10 @@ class SpeculationBackoff:
         self.step = 0
         self._since = 0
         self._until = 0
-        self._num_rests = 0
-        """Decisions in a row to rest."""
         self._paid_from = 0
         """Step from which on another decision is paid for."""
-        self._is_reevaluation = False
 
     def begin_step(self) -> None:
-        self._is_reevaluation = self.step == self._until - 1
         self.step += 1
 
     def begin(self, num_steps: int) -> None:
@@ -46,36 +40,25 @@ class SpeculationBackoff:
 
     def reset(self) -> None:
         """Decide in this step."""
-        self._until = self._num_rests = 0
-
-    def restart(self) -> None:
-        """Begin with short rests again."""
-        self._num_rests = 0
+        self._until = 0
 
     def on_requests_joined(self) -> None:
         """Decide as soon as a decision is paid for, and not in the step that reads a prompt."""
         if self.is_resting:
-            self.restart()
             self._until = min(self._until, max(self.step + 1, self._paid_from))
 
-    def next_rest(self, reevaluation_s: float | None, plain_s: float) -> int:
+    def next_rest(self, decision_s: float, plain_s: float) -> int:
         """Return the steps of a rest after a decision to speculate nowhere.
 
-        A decision takes at most the share of the time that trials have. While its time is not known
-        rests double, since less and less is likely to be found.
+        A decision takes at most the share of the time that trials have.
 
         Args:
-            reevaluation_s: of the decision; None if that is not known.
+            decision_s: seconds by which it delays the batch.
             plain_s: of a plain step.
         """
-        doubled = min(FIRST_REST << min(self._num_rests, 8), LONGEST_REST)
-        self._num_rests += 1
-        if reevaluation_s is None:
-            self._paid_from = self.step
-            return doubled
-        paid = min(round(reevaluation_s / (TRIAL_SHARE * plain_s)), LONGEST_PAID_REST)
+        paid = min(round(decision_s / (TRIAL_SHARE * plain_s)), LONGEST_REST)
         self._paid_from = self.step + paid
-        return max(SHORTEST_PAID_REST, paid)
+        return max(SHORTEST_REST, paid)
 
     @property
     def is_resting(self) -> bool:
@@ -87,11 +70,6 @@ class SpeculationBackoff:
         return self.step + 1 < self._until
 
     @property
-    def is_reevaluation(self) -> bool:
-        """True if this step interrupts a rest for a decision."""
-        return self._is_reevaluation and not self.is_resting
-
-    @property
     def is_settled(self) -> bool:
         """True if this step is as fast as plain decoding."""
         return self.is_resting and self.step - self._since >= _SETTLING_STEPS
@@ -100,8 +78,4 @@ class SpeculationBackoff:
     def wants_times(self) -> bool:
         """True if the begin of this step is to be timed; at rest that costs too much for all."""
         num_steps = self.step - self._since
-        return (
-            not self.is_resting
-            or num_steps == 1  # where the step ends that decided
-            or (num_steps - _SETTLING_STEPS) % _TIMED_EVERY < 2
-        )
+        return not self.is_resting or (num_steps - _SETTLING_STEPS) % _TIMED_EVERY < 2

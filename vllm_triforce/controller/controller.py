@@ -5,6 +5,7 @@ The rule is in docs/controller.md: of all proposals those that make everybody's 
 proposals that explore (``exploration.py``). Values that the user gave are not chosen.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -86,6 +87,7 @@ class Controller:
         self._chosen: dict[str, Choice] = {}
         """Each request's newest choice."""
         self.num_decisions = self._num_held_steps = 0
+        self.clock: Callable[[], float] = time.perf_counter
 
     def takes_passes(self, source: str) -> bool:
         """True if a source drafts by passes of the draft model."""
@@ -151,6 +153,7 @@ class Controller:
         self.planned, self.is_steady = None, False
         choices = [self._fixed.choice(candidate) for candidate in candidates]
         if self.chooses:
+            start = self.clock()
             if self.measured is not None and self._adoption_is_due():
                 self._use_costs(self._newest_costs(self.measured))
             self.num_decisions += 1
@@ -163,6 +166,8 @@ class Controller:
                     choices[row] = options.choice(row, column)
             if (columns >= 0).sum() == sum(choice is not PLAIN for choice in choices):
                 self.planned = _planned(candidates, options, columns, costs)
+            if self.measured is not None:
+                self.measured.observe_decision(self.clock() - start)
         self._chosen.update((c.request_id, choice) for c, choice in zip(candidates, choices))
         self._num_held_steps = 0
         return choices

@@ -15,9 +15,8 @@ _FASTER = 1 / 2
 _FORGOTTEN = 1 / 1024  # in a plain step
 # A step is believed to have taken at most twice the expected time: engines pause.
 _CREDIBLE = 2.0
-# A decision delays its batch by at most so many times its own seconds: the step around it varies by
-# more, and one that seems dear is not repeated for long.
-_MAX_DECISION_DELAY = 3.0
+# A decision delays its batch by about so many times its own seconds: what follows it is slower.
+_DECISION_DELAY = 2.0
 # Share of a plain step's time from which on the machine has become faster: beyond noise.
 _MACHINE_IS_FASTER = 0.85
 # Relative error of predictions, before any was compared with a step; and at least, since
@@ -49,8 +48,8 @@ class CostModel:
     """Seconds of a plain step beside its full pass, negative where that was measured too slow."""
     plain_passes: dict[BatchKey, float] = field(default_factory=dict)
     """Predicted seconds of the full pass of a plain step, a moving average."""
-    reevaluations: dict[BatchKey, float] = field(default_factory=dict)
-    """Seconds, beside its full pass, of a plain step with a decision to rest."""
+    decision_s: float = 0.0
+    """Seconds by which a decision delays a step."""
     speculating: dict[BatchKey, float] = field(default_factory=dict)
     """Seconds that verifying any drafts adds to a step: rejection sampling, decisions, and the
     mean error of predictions."""
@@ -221,13 +220,6 @@ class CostModel:
         """Return the seconds of a plain step beside its full pass."""
         return _nearest(self.overheads, num_rows, is_greedy)
 
-    def reevaluation_seconds(self, num_rows: int, is_greedy: bool) -> float | None:
-        """Return the seconds that a decision to rest adds to a step; None if not known."""
-        if not self.reevaluations:
-            return None
-        deciding_s = _nearest(self.reevaluations, num_rows, is_greedy)
-        return max(0.0, deciding_s - self.overhead(num_rows, is_greedy))
-
     def plain_step(self, contexts: Sequence[int], num_reqs: int, is_greedy: bool) -> float:
         """Return the seconds of a plain step.
 
@@ -300,6 +292,11 @@ class CostModel:
         new = seconds / num_rows
         self.begin_seconds = _moved(self.begin_seconds or None, new, 4 * new)
 
+    def observe_decision(self, seconds: float) -> None:
+        """Learn from a decision."""
+        new = _DECISION_DELAY * seconds
+        self.decision_s = _moved(self.decision_s or None, new, 4 * new)
+
     def observe_step(self, step: StepTime) -> tuple[float, float]:
         """Learn the seconds of a step beside its passes.
 
@@ -316,28 +313,19 @@ class CostModel:
         overhead_s = self.overhead(num_rows, step.is_greedy)
         # Before any overhead is known it is taken to be as long as the pass.
         plain_s = passes_s + (overhead_s or passes_s)
-        if not step.is_reevaluation:
-            # Nothing but a slower start-up makes steps faster than their measured passes.
-            faster = min(1.0, self.speed * step.seconds / passes_s)
-            self.speed = _moved(self.speed, faster, self.speed)
+        # Nothing but a slower start-up makes steps faster than their measured passes.
+        faster = min(1.0, self.speed * step.seconds / passes_s)
+        self.speed = _moved(self.speed, faster, self.speed)
         if not step.num_drafts:
             seconds = min(step.seconds, _CREDIBLE * plain_s)
-            if step.is_reevaluation:
-                seconds = min(
-                    seconds, passes_s + overhead_s + _MAX_DECISION_DELAY * step.proposal_seconds
-                )
             # Negative where the start-up measured this pass too slow and not those of proposals,
             # which hold ``speed``.
             beside_s = max(-passes_s / 2, seconds - passes_s)
-            learned = self.reevaluations if step.is_reevaluation else self.overheads
-            old_s = learned.get(key)
+            old_s = self.overheads.get(key)
             # Disturbances make steps slower, never faster. Too long a baseline costs most: it
-            # makes everything pay, and then hardly any step is plain. Steps that decide are
-            # learned alike, for the difference is what counts.
+            # makes everything pay, and then hardly any step is plain.
             weight = _FASTER if old_s is not None and beside_s < old_s else _NEW
-            learned[key] = new_s = _moved(old_s, beside_s, seconds, weight)
-            if step.is_reevaluation:
-                return seconds, seconds
+            self.overheads[key] = new_s = _moved(old_s, beside_s, seconds, weight)
             usual_s = self.plain_passes.get(key, passes_s)
             self.plain_passes[key] = _moved(usual_s, passes_s, passes_s)
             # At other contexts an overhead changes because start-up measured these wrong.

@@ -72,16 +72,9 @@ class Exploration:
             return nothing, False
         columns = best.options
         self.trials.budget.earn(num_steps * best.seconds, plain_s)
-        num_reqs = len(candidates) + costs.num_plain
-        is_greedy = all(candidate.is_greedy for candidate in candidates)
-        reevaluation_s = costs.model.reevaluation_seconds(num_reqs, is_greedy)
-        has_trials = self.trials.add(
-            columns, candidates, options, optimistic, costs, reevaluation_s or 0.0
-        )
-        if (columns >= 0).any():
-            self.backoff.restart()
-        else:
-            num_to_rest = self._begin_rest(candidates, reevaluation_s, plain_s)
+        has_trials = self.trials.add(columns, candidates, options, optimistic, costs)
+        if (columns < 0).all():
+            num_to_rest = self._begin_rest(candidates, costs.model.decision_s, plain_s)
             if measured is not None:
                 measured.forget_a_little(num_to_rest)
                 self.losses.add_rest(measured, num_to_rest, plain_s)
@@ -114,10 +107,10 @@ class Exploration:
         return True
 
     def _begin_rest(
-        self, candidates: Sequence[Candidate], reevaluation_s: float | None, plain_s: float
+        self, candidates: Sequence[Candidate], decision_s: float, plain_s: float
     ) -> int:
         """Begin a rest, and return its steps."""
-        num_steps = self.backoff.next_rest(reevaluation_s, plain_s)
+        num_steps = self.backoff.next_rest(decision_s, plain_s)
         for candidate in candidates:
             if candidate.has_seed:  # no rest may delay its speculation
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))

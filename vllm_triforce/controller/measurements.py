@@ -142,7 +142,7 @@ class StepTime:
     """Without the proposal made in it, which belongs to the next step."""
     num_drafts: int = 0
     proposal_seconds: float = 0.0
-    """Of the proposal that this step verified; of a reevaluation, of the decision alone."""
+    """Of the proposal that this step verified."""
     num_accepted: int = 0
     """Accepted drafts of all requests."""
     planned_seconds: float = 0.0
@@ -151,5 +151,3 @@ class StepTime:
     """Requests with a proposal, those without a token of it left out."""
     has_seed: bool = False
     """True if a request has a seed."""
-    is_reevaluation: bool = False
-    """True if the step interrupted a rest for a decision, which is part of ``seconds``."""

@@ -113,20 +113,20 @@ class Trials:
         options: Options,
         optimistic: Callable[[], Options],
         costs: StepCosts,
-        reevaluation_s: float,
     ) -> bool:
         """Start trials while the budget lasts, longest-waiting request first.
 
         Args:
             optimistic: builds the options with prior acceptance.
-            reevaluation_s: of the decision after a trial. Where nobody else speculates, the first
-                trial pays for it, and for the seconds that verifying any drafts adds.
 
         Returns:
             True if a trial was started.
         """
         is_trial = self._possible_trials(columns, candidates, options)
-        fixed_s = 0.0 if (columns >= 0).any() else costs.speculating_s + reevaluation_s
+        fixed_s = 0.0
+        if (columns < 0).all():
+            # The first trial pays for the decision after it, and for verifying any drafts.
+            fixed_s = costs.speculating_s + costs.model.decision_s
         if not is_trial.any() or not self.budget.covers(_cheapest(options, is_trial) + fixed_s):
             return False
         num_reqs = len(columns) + costs.num_plain

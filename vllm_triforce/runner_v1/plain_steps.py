@@ -230,19 +230,13 @@ class PlainSteps:
         planned = self._controller.take_plan()
         if has_changed or not scheduled:
             return
-        backoff = self._controller.backoff
         if last is not None and last.request_ids == scheduled.keys():
-            seconds = now - last.start
-            if not last.time.is_reevaluation:
-                step_time = replace(last.time, seconds=seconds - proposal_seconds)
-                self._controller.observe_step(step_time, last.planned)
-            elif backoff.is_resting:
-                step_time = replace(last.time, seconds=seconds, proposal_seconds=proposal_seconds)
-                self._controller.observe_step(step_time, last.planned)
+            step_time = replace(last.time, seconds=now - last.start - proposal_seconds)
+            self._controller.observe_step(step_time, last.planned)
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
         decode_tokens = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
-        if tokens == decode_tokens and (drafts or backoff.is_settled or backoff.is_reevaluation):
+        if tokens == decode_tokens and (drafts or self._controller.backoff.is_settled):
             step_time = StepTime(
                 self._runner.input_batch.all_greedy,
                 tokens,
@@ -251,6 +245,5 @@ class PlainSteps:
                 num_drafts=sum(map(len, drafts.values())),
                 proposal_seconds=proposal_seconds,
                 num_verifying=len(drafts),
-                is_reevaluation=backoff.is_reevaluation,
             )
             self._last_step = _TimedStep(now, frozenset(cached.req_ids), step_time, planned)
