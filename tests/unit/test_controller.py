@@ -163,7 +163,7 @@ def test_a_gain_below_the_margin_is_not_taken():
 
 def test_options_add_up_their_passes():
     """Compare a proposal's tokens and seconds with the sum of its passes."""
-    model = CostModel(LONG_PAYS, per_draft={False: 1e-4}, begin_seconds=0.002)
+    model = CostModel(LONG_PAYS, per_draft={False: 1e-4})
     found = controller(LONG_PAYS)
     candidates = [
         Candidate("a", 30_000, 7, match_classes=matched(2)),
@@ -191,7 +191,7 @@ def test_options_add_up_their_passes():
         }[choice.route]
         tokens = sum(math.prod(rate.value for rate in by_place[:i]) for i in range(1, n + 1))
         if choice.route == HIERARCHICAL:
-            seconds += 0.002 + n / rates[row].round_tokens * 0.01
+            seconds += n / rates[row].round_tokens * 0.01
         elif choice.route == DRAFT:
             seconds += n * 0.0004
         assert options.seconds[row, column] == pytest.approx(seconds)
@@ -554,7 +554,8 @@ def test_ranks_decide_alike_though_their_clocks_differ():
                 (choice, one.choose_draft("a", False, found, 1, 9), one.backoff.is_resting)
             )
             one.observe_full_pass("a", 16, accepted)
-            one.measured.observe_round(1, 3, [2], 4, True, 0.01 * (rank + 1), 0.02, 0.0)
+            one.measured.observe_level1(0.01, 0.01 * (rank + 1))
+            one.measured.observe_level2(1, 4, 0, 0.02)
             slow = 0.05 * (1 + rank * draw.random())
             one.observe_step(StepTime(True, [17], [30_000], slow, 16), one.take_plan())
         assert decided[0] == decided[1]
@@ -565,7 +566,7 @@ def test_measured_times_replace_the_prediction():
     model = CostModel(LONG_PAYS)
     before = model.level2(1, 3)
     for _ in range(100):
-        model.observe("level 2", model.level2(1, 3), 3 * before)
+        model.observe_level2(1, 3, 0, 3 * before)
         model.observe_step(StepTime(True, [1], [16], 0.005))
         model.observe_step(StepTime(True, [7], [16], 0.005, num_drafts=6))
     assert model.level2(1, 3) == pytest.approx(3 * before, rel=0.05)
@@ -584,7 +585,7 @@ def test_passes_become_faster_with_plain_steps(is_slow_for_a_while):
     before, plain_s = model.level2(1, 3), model.full_pass([1], [4000])
     slow_s = 3 * plain_s if is_slow_for_a_while else plain_s
     for _ in range(60):
-        model.observe("level 2", model.level2(1, 3), 3 * before)
+        model.observe_level2(1, 3, 0, 3 * before)
         model.observe_step(StepTime(True, [1], [4000], slow_s))
     for _ in range(200):
         model.observe_step(StepTime(True, [1], [4000], plain_s * draw.gauss(1, 0.05)))
@@ -658,5 +659,5 @@ def test_a_plain_pass_that_was_measured_too_slow_does_not_make_everything_pay():
     world, found = World(measured, 0.9, 0.0, overhead=0.001), controller(slow, has_draft=False)
     first = world.decode(found, 100, 2000)
     later = world.decode(found, 400, 2000, seed=1)
-    assert first < 0.95 and later > 0.97, (first, later)
+    assert first < 0.98 and later > 0.99, (first, later)
     assert found.measured.overhead(1) < 0

@@ -131,7 +131,7 @@ class World:
                     for n, at in zip(names, contexts)
                 ]
                 choices = dict(zip(names, controller.choose(candidates)))
-                proposing = self.deciding + self._propose(draw, controller, choices, is_greedy)
+                proposing = self.deciding + self._propose(draw, controller, choices)
             lengths = [choices[name].num_tokens for name in names]
             kept = []
             for name, count in zip(names, lengths):
@@ -157,7 +157,7 @@ class World:
                     controller.release(name)
         return num_tokens / seconds / (num_steps * size / plain_seconds)
 
-    def _propose(self, draw, controller: Controller, choices: dict, is_greedy: bool) -> float:
+    def _propose(self, draw, controller: Controller, choices: dict) -> float:
         """Run the passes of a step's proposals, and return their seconds."""
         truth, seconds = CostModel(self.measured), 0.0
         made = {name: 0 for name, choice in choices.items() if choice.route == HIERARCHICAL}
@@ -173,10 +173,11 @@ class World:
                 kept = accepted(draw, self.draft, count)
                 controller.acceptance.observe_round(name, DRAFT if count else None, 0, count, kept)
                 made[name] += kept + 1
-            drafts, tests = [n for n in counts if n], sum(counts) + len(counts)
-            controller.measured.observe_round(
-                len(rows), max(counts), drafts, tests, is_greedy, level1, level2, 0.0
-            )
+            drafts = [n for n in counts if n]
+            controller.measured.observe_level2(len(rows), max(counts) + 1, 0, level2)
+            if drafts:
+                drafts_s = max(drafts) * controller.measured.draft(len(drafts))
+                controller.measured.observe_level1(drafts_s, level1)
             seconds += level1 + level2
         direct = [choice.num_tokens for choice in choices.values() if choice.route == DRAFT]
         return seconds + max(direct, default=0) * truth.draft(len(direct))

@@ -323,11 +323,13 @@ class AsyncController:
                 context = sum(pending.contexts[request_id] for request_id in request_ids) / len(
                     request_ids
                 )
-                costs.observe_round_seconds(len(request_ids), context, taken_s / num_rounds)
+                drafts_s = costs.drafts_per_round * costs.draft(len(request_ids))
+                level2_s = taken_s / num_rounds - drafts_s
+                costs.observe_level2(len(request_ids), 3, context, max(0.0, level2_s))
             elif self.controller.takes_passes(route):
                 gamma = self.controller.config.gamma
                 num_passes = gamma * max(pending.plan[request_id][1] for request_id in request_ids)
-                costs.observe("level 1", num_passes * costs.draft(len(request_ids)), taken_s)
+                costs.observe_level1(num_passes * costs.draft(len(request_ids)), taken_s)
 
     def _learn(self, request_id: str, outcome: Outcome, choice: Choice) -> None:
         if choice.route == HIERARCHICAL and outcome.num_rounds:

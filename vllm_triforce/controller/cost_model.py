@@ -55,14 +55,10 @@ class CostModel:
     mean error of predictions."""
     per_draft: dict[bool, float] = field(default_factory=dict)
     """Further seconds of each draft token (penalties, top-p), by greedy or not."""
-    per_test: dict[bool, float] = field(default_factory=dict)
-    """Seconds of level 2's test of a token, by greedy or not."""
-    factors: dict[str, float] = field(default_factory=dict)
-    """Measured over predicted seconds of level 1's and level 2's passes."""
-    rounds: dict[int, float] = field(default_factory=dict)
-    """Measured over predicted seconds of a round of levels 1 and 2, by requests in powers of 2."""
-    begin_seconds: float = 0.0
-    """Seconds per request and proposal: selection, block tables."""
+    level1_factor: float = 1.0
+    """Measured over predicted seconds of the draft model's passes."""
+    level2_factors: dict[int, float] = field(default_factory=dict)
+    """Measured over predicted seconds of level 2's pass and test, by requests in powers of 2."""
     balance_s: float | None = None
     """Seconds that speculation may lose (``losses.py``); None before the first proposal."""
     error: float = _FIRST_ERROR
@@ -90,9 +86,8 @@ class CostModel:
         keep = (1 - _FORGOTTEN) ** num_steps
         self.speculating = {key: keep * s for key, s in self.speculating.items()}
         self.per_draft = {key: keep * s for key, s in self.per_draft.items()}
-        for part, factor in self.factors.items():
-            self.factors[part] = 1 + keep * (factor - 1)
-        self.rounds = {size: 1 + keep * (factor - 1) for size, factor in self.rounds.items()}
+        self.level1_factor = 1 + keep * (self.level1_factor - 1)
+        self.level2_factors = {n: 1 + keep * (f - 1) for n, f in self.level2_factors.items()}
         self.error = min(self.error, _FIRST_ERROR + keep * (self.error - _FIRST_ERROR))
 
     # Full passes.
@@ -146,18 +141,22 @@ class CostModel:
     # Proposals.
 
     def level2(self, num_rows: int, num_tokens: int, context: float = 0) -> float:
-        """Return the seconds of level 2's pass of ``num_tokens`` a request.
+        """Return the seconds of level 2's pass of ``num_tokens`` a request, and of their test.
 
         Args:
             context: tokens of each request, or their mean.
         """
-        seconds = self.measured.level2(num_rows, num_tokens, context)
-        return self.factors.get("level 2", 1.0) * seconds
+        return self._level2_factor(num_rows) * self.measured.level2(num_rows, num_tokens, context)
+
+    def _level2_factor(self, num_rows: int) -> float:
+        """Return the learned factor of the nearest size."""
+        size, learned = num_rows.bit_length(), self.level2_factors
+        return learned[min(learned, key=lambda n: abs(n - size))] if learned else 1.0
 
     def draft(self, num_rows: int) -> float:
         """Return the seconds of a pass of the draft model."""
         seconds = self.measured.draft + (num_rows - 1) * self.measured.draft_per_row
-        return self.factors.get("level 1", 1.0) * seconds
+        return self.level1_factor * seconds
 
     def round_seconds(self, num_rows: int, context: float = 0) -> float:
         """Return the seconds of a round of levels 1 and 2.
@@ -165,27 +164,11 @@ class CostModel:
         Args:
             context: tokens of each request, or their mean.
         """
-        size, factor = num_rows.bit_length(), 1.0
-        if self.rounds:
-            factor = self.rounds[min(self.rounds, key=lambda other: abs(other - size))]
-        return factor * self._passes_of_round(num_rows, context)
-
-    def _passes_of_round(self, num_rows: int, context: float) -> float:
         return self.level2(num_rows, 3, context) + self.drafts_per_round * self.draft(num_rows)
 
-    def test_seconds(self, num_tokens: int, is_greedy: bool) -> float:
-        """Return the seconds of level 2's test of ``num_tokens``."""
-        first = 0.0 if is_greedy else self.measured.sampling
-        return num_tokens * self.per_test.get(is_greedy, first)
-
-    def rounds_without_drafting(
-        self, num_rows: int, max_tokens: int, is_greedy: bool
-    ) -> list[float]:
-        """Return the seconds of level 2's pass and test with drafts of 0, 1 ... ``max_tokens``."""
-        return [
-            self.level2(num_rows, n + 1) + self.test_seconds(num_rows * (n + 1), is_greedy)
-            for n in range(max_tokens + 1)
-        ]
+    def rounds_without_drafting(self, num_rows: int, max_tokens: int) -> list[float]:
+        """Return the seconds of level 2's pass with drafts of 0, 1 ... ``max_tokens``."""
+        return [self.level2(num_rows, n + 1) for n in range(max_tokens + 1)]
 
     def verification(
         self, contexts: Sequence[int], greedy: Sequence[bool], num_reqs: int, max_tokens: int
@@ -208,7 +191,7 @@ class CostModel:
 
     def reading_window(self, num_tokens: int) -> float:
         """Return the seconds that the draft model takes to read tokens before it drafts."""
-        return self.factors.get("level 1", 1.0) * num_tokens * self.measured.draft_per_token
+        return self.level1_factor * num_tokens * self.measured.draft_per_token
 
     def first_selection(self, num_tokens: int) -> float:
         """Return the seconds of a request's first selection from a context."""
@@ -240,57 +223,20 @@ class CostModel:
 
     # Learning.
 
-    def observe_round(
-        self,
-        num_rows: int,
-        longest: int,
-        num_drafts: list[int],
-        num_tests: int,
-        is_greedy: bool,
-        level1_s: float,
-        level2_s: float,
-        test_s: float,
-    ) -> None:
-        """Learn from a round of levels 1 and 2.
-
-        Args:
-            longest: tokens of the longest draft.
-            num_drafts: passes of the draft model, for each request that it drafts for.
-            num_tests: tokens that level 2 returned logits for.
-            is_greedy: True if all requests are.
-        """
-        self.observe_round_seconds(num_rows, 0, level1_s + level2_s + test_s)
-        self.observe_test(num_tests, is_greedy, test_s)
-        self.observe("level 2", self.level2(num_rows, longest + 1), level2_s)
-        if any(num_drafts):
-            self.observe("level 1", max(num_drafts) * self.draft(len(num_drafts)), level1_s)
-
-    def observe_round_seconds(self, num_rows: int, context: float, seconds: float) -> None:
-        """Learn the seconds of a round; ``context`` as in ``round_seconds()``."""
-        size, passes_s = num_rows.bit_length(), self._passes_of_round(num_rows, context)
-        if passes_s > 0:
-            old = self.rounds.get(size, 1.0)
-            self.rounds[size] = _moved(old, seconds / passes_s, 2 * old)
-
-    def observe_test(self, num_tokens: int, is_greedy: bool, seconds: float) -> None:
-        """Learn from level 2's test of ``num_tokens``."""
-        new = seconds / num_tokens
-        self.per_test[is_greedy] = _moved(self.per_test.get(is_greedy), new, 4 * new)
-
-    def observe(self, part: str, predicted: float, seconds: float) -> None:
-        """Learn from passes of "level 1" or "level 2".
-
-        Args:
-            predicted: seconds, with the present factor.
-        """
-        old = self.factors.get(part, 1.0)
+    def observe_level1(self, predicted: float, seconds: float) -> None:
+        """Learn from passes of the draft model; ``predicted`` with the present factor."""
         if predicted > 0:
-            self.factors[part] = _moved(old, old * seconds / predicted, 2 * old)
+            old = self.level1_factor
+            self.level1_factor = _moved(old, old * seconds / predicted, 2 * old)
 
-    def observe_begin(self, num_rows: int, seconds: float) -> None:
-        """Learn from the selection for a proposal of ``num_rows`` requests."""
-        new = seconds / num_rows
-        self.begin_seconds = _moved(self.begin_seconds or None, new, 4 * new)
+    def observe_level2(
+        self, num_rows: int, num_tokens: float, context: float, seconds: float
+    ) -> None:
+        """Learn from level 2's pass and test; arguments as of ``level2()``."""
+        predicted = self.measured.level2(num_rows, num_tokens, context)
+        if predicted > 0:
+            old = self._level2_factor(num_rows)
+            self.level2_factors[num_rows.bit_length()] = _moved(old, seconds / predicted, 2 * old)
 
     def observe_decision(self, seconds: float) -> None:
         """Learn from a decision."""
@@ -358,8 +304,12 @@ class CostModel:
         """
         if share > _MACHINE_IS_FASTER:
             return
-        self.factors = {n: min(f, max(1.0, share * f)) for n, f in self.factors.items()}
-        self.rounds = {n: min(f, max(1.0, share * f)) for n, f in self.rounds.items()}
+
+        def shrunk(factor: float) -> float:
+            return min(factor, max(1.0, share * factor))
+
+        self.level1_factor = shrunk(self.level1_factor)
+        self.level2_factors = {n: shrunk(factor) for n, factor in self.level2_factors.items()}
 
 
 def _moved(old: float | None, new: float, max_change: float, weight: float = _NEW) -> float:

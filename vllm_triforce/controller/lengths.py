@@ -56,7 +56,7 @@ class DraftLengths:
         self._sources = sources
         self._acceptance = acceptance
         self._model: CostModel
-        self._round_s: dict[tuple[int, bool, bool], np.ndarray] = {}
+        self._round_s: dict[tuple[int, bool], np.ndarray] = {}
 
     def use_costs(self, model: CostModel) -> None:
         self._model = model
@@ -76,7 +76,7 @@ class DraftLengths:
             num_rows: requests in this round.
             max_tokens: tokens that level 2 has room for.
         """
-        rates, is_greedy = self._acceptance.of(request_id), self._acceptance.is_greedy(request_id)
+        rates = self._acceptance.of(request_id)
         best: tuple[str | None, int] = None, 0
         best_speed = 0.0
         for source in self._sources:
@@ -85,18 +85,18 @@ class DraftLengths:
                 continue
             longest = min(self._config.gamma, max_tokens) if source.takes_passes else max_tokens
             by_place = np.array(rates.by_place(source.name, True, index, longest))
-            round_s = self._round_seconds(num_rows, is_greedy, source.takes_passes)
+            round_s = self._round_seconds(num_rows, source.takes_passes)
             speeds = (1 + expected_by_length(by_place)) / round_s[: longest + 1]
             if (speed := float(speeds.max())) > best_speed:
                 best, best_speed = (source.name, int(speeds.argmax())), speed
         return best
 
-    def _round_seconds(self, num_rows: int, is_greedy: bool, takes_passes: bool) -> np.ndarray:
+    def _round_seconds(self, num_rows: int, takes_passes: bool) -> np.ndarray:
         """Return the seconds of rounds with drafts of 0, 1 ... tokens, [max_tokens + 1]."""
-        key = num_rows, is_greedy, takes_passes
+        key = num_rows, takes_passes
         if key not in self._round_s:
             model, max_tokens = self._model, self._config.num_speculative_tokens
             draft_s = model.draft(num_rows) if takes_passes else 0.0
-            seconds = model.rounds_without_drafting(num_rows, max_tokens, is_greedy)
+            seconds = model.rounds_without_drafting(num_rows, max_tokens)
             self._round_s[key] = seconds + draft_s * np.arange(max_tokens + 1)
         return self._round_s[key]

@@ -149,7 +149,7 @@ def build_options(
         passes = _passes(source, rates, lengths, costs)
         if source is None:
             shared_s = passes * costs.round_s[:, None]
-            own_s, setup_s = verify_s + model.begin_seconds, window_s + selection_s
+            own_s, setup_s = verify_s, window_s + selection_s
         else:
             own_s, setup_s = verify_s, window_s * source.takes_passes
             is_possible = is_possible & _column(c[route] is not None for c in match_classes)

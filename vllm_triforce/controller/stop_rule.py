@@ -163,8 +163,8 @@ class StopRules:
         model: CostModel,
     ) -> StopRule:
         """Return the rule for a round's drafts for level 2."""
-        num_rows, is_greedy = len(request_ids), all(map(self._acceptance.is_greedy, request_ids))
-        seconds = model.rounds_without_drafting(num_rows, self._config.gamma, is_greedy)
+        num_rows = len(request_ids)
+        seconds = model.rounds_without_drafting(num_rows, self._config.gamma)
         # In ``seconds`` all rows have the same number of tokens.
         verify_s = [[(s - seconds[0]) / num_rows for s in seconds]] * num_rows
         rates, means = self._known(source, True, request_ids, has_seed)

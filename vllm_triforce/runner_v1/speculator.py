@@ -202,8 +202,6 @@ class ObserverV1(Observer):
         seconds = time.perf_counter() - start
         self._seconds[name] = seconds
         self._counters.add_time(name, seconds)
-        if name == "selection" and self._controller.measured is not None and not self._is_first:
-            self._controller.measured.observe_begin(len(self._batch), seconds)
 
     def on_round_end(self, rows: list[int], draft: RoutedDraft, verified: Verified) -> None:
         """Count a round; report its acceptance and, if it is typical, its time."""
@@ -222,16 +220,11 @@ class ObserverV1(Observer):
                 )
             reads_window = level1_draft.starts_window or level1_draft.num_catch_up_tokens
             if not (self._is_first or reads_window):
-                costs.observe_round(
-                    len(rows),
-                    max(lengths),
-                    [level1_draft.num_passes for is_model in draft.with_model if is_model],
-                    sum(lengths) + len(rows),
-                    self._batch.sampling.all_greedy,
-                    self._seconds["level 1"],
-                    self._seconds["level 2"],
-                    self._seconds["verification"],
-                )
+                level2_s = self._seconds["level 2"] + self._seconds["verification"]
+                costs.observe_level2(len(rows), max(lengths) + 1, 0, level2_s)
+                if num_drafting := sum(draft.with_model):
+                    drafts_s = level1_draft.num_passes * costs.draft(num_drafting)
+                    costs.observe_level1(drafts_s, self._seconds["level 1"])
         self._is_first = False
         self._is_typical = self._is_typical and not level1_draft.starts_window
         self._num_catch_up_tokens += level1_draft.num_catch_up_tokens
