@@ -163,7 +163,7 @@ def test_a_gain_below_the_margin_is_not_taken():
 
 def test_options_add_up_their_passes():
     """Compare a proposal's tokens and seconds with the sum of its passes."""
-    model = CostModel(LONG_PAYS, per_draft={False: 1e-4})
+    model = CostModel(dataclasses.replace(LONG_PAYS, sampling=1e-4))
     found = controller(LONG_PAYS)
     candidates = [
         Candidate("a", 30_000, 7, match_classes=matched(2)),

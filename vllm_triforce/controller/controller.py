@@ -39,8 +39,8 @@ class Planned:
     """Expected cost of a step's proposals and their verification.
 
     Args:
-        seconds: without the setup of first proposals, and without ``CostModel.per_draft`` and
-            ``CostModel.speculating``, which are learned by comparison with it.
+        seconds: without the setup of first proposals, and without ``CostModel.speculating``, which
+            is learned by comparison with it.
     """
 
     num_drafts: int
@@ -165,7 +165,7 @@ class Controller:
                 if not candidate.has_seed:
                     choices[row] = options.choice(row, column)
             if (columns >= 0).sum() == sum(choice is not PLAIN for choice in choices):
-                self.planned = _planned(candidates, options, columns, costs)
+                self.planned = _planned(options, columns, costs)
             if self.measured is not None:
                 self.measured.observe_decision(self.clock() - start)
         self._chosen.update((c.request_id, choice) for c, choice in zip(candidates, choices))
@@ -325,8 +325,7 @@ class Controller:
         Args:
             num_planned: tokens of each request by ``choose()``.
         """
-        more = self.stop_rules.on_draft_end(candidates, num_planned, rule, num_passes, self.model)
-        self.add_to_plan(*more)
+        self.add_to_plan(*self.stop_rules.on_draft_end(candidates, num_planned, rule, num_passes))
 
     # Outcomes.
 
@@ -438,14 +437,10 @@ def _are_greedy(candidates: Sequence[Candidate]) -> bool:
     return all(candidate.is_greedy for candidate in candidates)
 
 
-def _planned(
-    candidates: Sequence[Candidate], options: Options, columns: np.ndarray, costs: StepCosts
-) -> Planned:
+def _planned(options: Options, columns: np.ndarray, costs: StepCosts) -> Planned:
     rows = np.flatnonzero(columns >= 0)
     taken = rows, columns[rows]
     lengths = options.lengths[taken]
     seconds = float((options.seconds - options.amortized_setup_s)[taken].sum())
     seconds += float(unshared_seconds(options, columns, costs))
-    for row, length in zip(rows, lengths):
-        seconds -= int(length) * costs.model.draft_seconds(candidates[row].is_greedy)
     return Planned(int(lengths.sum()), seconds)

@@ -53,8 +53,6 @@ class CostModel:
     speculating: dict[BatchKey, float] = field(default_factory=dict)
     """Seconds that verifying any drafts adds to a step: rejection sampling, decisions, and the
     mean error of predictions."""
-    per_draft: dict[bool, float] = field(default_factory=dict)
-    """Further seconds of each draft token (penalties, top-p), by greedy or not."""
     level1_factor: float = 1.0
     """Measured over predicted seconds of the draft model's passes."""
     level2_factors: dict[int, float] = field(default_factory=dict)
@@ -85,7 +83,6 @@ class CostModel:
         """
         keep = (1 - _FORGOTTEN) ** num_steps
         self.speculating = {key: keep * s for key, s in self.speculating.items()}
-        self.per_draft = {key: keep * s for key, s in self.per_draft.items()}
         self.level1_factor = 1 + keep * (self.level1_factor - 1)
         self.level2_factors = {n: 1 + keep * (f - 1) for n, f in self.level2_factors.items()}
         self.error = min(self.error, _FIRST_ERROR + keep * (self.error - _FIRST_ERROR))
@@ -219,7 +216,7 @@ class CostModel:
 
     def draft_seconds(self, is_greedy: bool) -> float:
         """Return the seconds of verifying a draft token beyond its place in the full pass."""
-        return self.per_draft.get(is_greedy, 0.0 if is_greedy else self.measured.sampling)
+        return 0.0 if is_greedy else self.measured.sampling
 
     # Learning.
 
@@ -245,9 +242,6 @@ class CostModel:
 
     def observe_step(self, step: StepTime) -> tuple[float, float]:
         """Learn the seconds of a step beside its passes.
-
-        Beyond its plan a proposal adds ``a + b * num_drafts``. The line follows each step's error
-        by normalised least mean squares; four drafts a request weigh the same as the constant.
 
         Returns:
             Seconds of the step with its proposal, cut where they are not credible, and of a plain
@@ -279,17 +273,12 @@ class CostModel:
                 now_s, before_s = (max(passes_s / 2, passes_s + s) for s in (new_s, old_s))
                 self._shrink_factors(now_s / before_s)
             return seconds, seconds
-        constant = self.speculating_seconds(num_rows, step.is_greedy)
-        per_draft = self.draft_seconds(step.is_greedy)
+        speculating_s = self.speculating_seconds(num_rows, step.is_greedy)
         plain_s = self.plain_step(step.contexts, num_rows, step.is_greedy)
-        expected = plain_s + step.planned_seconds + constant + per_draft * step.num_drafts
+        expected = plain_s + step.planned_seconds + speculating_s
         seconds = min(step.seconds + step.proposal_seconds, _CREDIBLE * expected)
         error = max(-seconds, seconds - expected)
-        typical = 4 * num_rows
-        drafts = step.num_drafts / typical
-        part = _NEW * error / (1 + drafts**2)
-        self.speculating[key] = max(0.0, constant + part)
-        self.per_draft[step.is_greedy] = max(0.0, per_draft + part * drafts / typical)
+        self.speculating[key] = max(0.0, speculating_s + _NEW * error)
         # Signed, so that noise without a bias makes no plan worse.
         relative = (seconds - expected) / max(seconds, expected)
         self.num_errors = min(self.num_errors + 1, _ERROR_MEMORY - _FIRST_WEIGHT)

@@ -205,7 +205,6 @@ class StopRules:
         num_planned: Sequence[int],
         rule: StopRule,
         num_passes: int,
-        model: CostModel,
     ) -> tuple[int, float]:
         """Keep the classes of direct drafts that have ended.
 
@@ -226,7 +225,6 @@ class StopRules:
             more = len(classes) - planned
             tokens += more
             seconds += rule.verify_s[row][len(classes)] - rule.verify_s[row][planned]
-            seconds -= more * model.draft_seconds(candidate.is_greedy)
         return tokens, seconds
 
     def observe_direct(
