@@ -17,7 +17,7 @@ from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run
 from tests.parity.disturbing import watch
 from vllm_triforce.controller import exploration as exploration_module
-from vllm_triforce.controller.backoff import SpeculationBackoff
+from vllm_triforce.controller.exploration import SpeculationBackoff
 from vllm_triforce.controller.planner import Plan
 from vllm_triforce.runner_v1.plain_steps import PlainSteps
 from vllm_triforce.scheduler.placeholders import drop_placeholder_rows

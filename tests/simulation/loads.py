@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from tests.simulation.engine import Arrival, Engine, make_scheduler
 from tests.simulation.world import Machine, Text, World
 from vllm_triforce.controller import PLAIN, Choice
-from vllm_triforce.controller.break_even import BreakEven
+from vllm_triforce.controller.measurements import BreakEven
 from vllm_triforce.controller.routes import HIERARCHICAL
 
 

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from tests.unit.worlds import NOTHING_PAYS, controller
-from vllm_triforce.controller.backoff import (
+from vllm_triforce.controller.exploration import (
     LONGEST_REST,
     SHORTEST_REST,
     SpeculationBackoff,

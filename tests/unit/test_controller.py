@@ -28,10 +28,9 @@ from tests.unit.worlds import (
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import PLAIN, Candidate, Choice, Controller, CostModel, StepTime
 from vllm_triforce.controller.acceptance import Acceptance, Rate
-from vllm_triforce.controller.break_even import BreakEven
 from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.lengths import DraftLengths
-from vllm_triforce.controller.measurements import interpolate
+from vllm_triforce.controller.measurements import BreakEven, interpolate
 from vllm_triforce.controller.options import Options, SharedCosts, build_options
 from vllm_triforce.controller.planner import StepCosts, plan
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Route

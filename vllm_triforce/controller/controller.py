@@ -13,11 +13,10 @@ import numpy as np
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rates
-from vllm_triforce.controller.break_even import BreakEven
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.lengths import DraftLengths, FixedLengths
-from vllm_triforce.controller.measurements import StepTime
+from vllm_triforce.controller.measurements import BreakEven, StepTime
 from vllm_triforce.controller.options import Candidate, Options, SharedCosts, build_options
 from vllm_triforce.controller.planner import (
     StepCosts,
@@ -396,7 +395,7 @@ class Controller:
                 return
             if self._whole_rounds:
                 # Where probabilities are known, estimates are right sooner than a wait ends.
-                self.exploration.losses.observe_step(self.measured, step)
+                self.exploration.observe_loss(self.measured, step)
             step.planned_seconds = planned.seconds
         seconds, plain_s = self.measured.observe_step(step)
         if step.num_drafts and self.measured.overheads:

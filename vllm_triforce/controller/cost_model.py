@@ -58,16 +58,11 @@ class CostModel:
     level2_factors: dict[int, float] = field(default_factory=dict)
     """Measured over predicted seconds of level 2's pass and test, by requests in powers of 2."""
     balance_s: float | None = None
-    """Seconds that speculation may lose (``losses.py``); None before the first proposal."""
+    """Seconds that speculation may lose (``exploration.py``); None before the first proposal."""
     error: float = _FIRST_ERROR
     """Mean relative excess of steps over their prediction; a smaller gain is not worth trying."""
     num_errors: int = 0
     """Steps in ``error``."""
-
-    @property
-    def has_lost(self) -> bool:
-        """True if speculation has lost all that it may lose."""
-        return self.balance_s is not None and self.balance_s < 0
 
     def copy(self) -> "CostModel":
         """Copy everything learned; the measurements never change."""

@@ -2,40 +2,116 @@
 
 Each decision goes through these, in this order:
 
-- a wait, where speculation has lost all that it may lose (``losses.py``);
+- a wait, where speculation has lost all that it may lose (``Exploration.observe_loss``);
 - a probe of the baseline: three plain steps of a batch that speculates, so that an overestimate of
   the plain step does not last;
 - trials of proposals outside the plan (``trials.py``);
-- a rest, where nothing is proposed (``backoff.py``): plain steps without a decision.
+- a rest, where nothing is proposed: plain steps without a decision.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vllm_triforce.controller.backoff import PROBE_STEPS, SpeculationBackoff
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.lengths import FixedLengths
-from vllm_triforce.controller.losses import LossLimit
+from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate, Options
 from vllm_triforce.controller.planner import Plan, StepCosts, plan
 from vllm_triforce.controller.trials import TRIAL_SHARE, Trials
 
-# Steps with proposals before the baseline is probed, at least.
-_PROBE_AFTER = 16
+# Steps after the last proposal until a step is as fast as plain decoding.
+_SETTLING_STEPS = 2
+# Plain steps of a baseline probe, and steps with proposals before it, at least.
+_PROBE_STEPS, _PROBE_AFTER = _SETTLING_STEPS + 1, 16
+# At rest one step in eight is timed, which takes the begin of two.
+_TIMED_EVERY = 8
+# Steps of a rest: at least, so that some are settled and timed; and at most.
+SHORTEST_REST, LONGEST_REST = 4, 128
+# Plain steps that the balance of losses begins with, and holds at most: one unlucky proposal may
+# take four.
+_FIRST_BALANCE, _MAX_BALANCE = 4.0, 16.0
+# Plain steps that one step loses at most: a pause of the engine is no loss.
+_MAX_LOSS = 4.0
+# Steps of a wait at most: a longer one would miss gains in the rest of an answer.
+_MAX_WAIT = 32
+
+
+class SpeculationBackoff:
+    """Rests of a batch for which no proposal pays."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._since = 0
+        self._until = 0
+        self._paid_from = 0
+        """Step from which on another decision is paid for."""
+
+    def begin_step(self) -> None:
+        self.step += 1
+
+    def begin(self, num_steps: int) -> None:
+        """Rest for ``num_steps`` from now on, then decide again."""
+        if self.step + num_steps > self._until:
+            self._since, self._until = self.step, self.step + num_steps
+
+    def at_most(self, num_steps: int) -> None:
+        """Decide in ``num_steps`` at the latest."""
+        self._until = min(self._until, self.step + num_steps)
+
+    def reset(self) -> None:
+        """Decide in this step."""
+        self._until = 0
+
+    def on_requests_joined(self) -> None:
+        """Decide as soon as a decision is paid for, and not in the step that reads a prompt."""
+        if self.is_resting:
+            self._until = min(self._until, max(self.step + 1, self._paid_from))
+
+    def next_rest(self, decision_s: float, plain_s: float) -> int:
+        """Return the steps of a rest after a decision to speculate nowhere.
+
+        A decision takes at most the share of the time that trials have.
+
+        Args:
+            decision_s: seconds by which it delays the batch.
+            plain_s: of a plain step.
+        """
+        paid = min(round(decision_s / (TRIAL_SHARE * plain_s)), LONGEST_REST)
+        self._paid_from = self.step + paid
+        return max(SHORTEST_REST, paid)
+
+    @property
+    def is_resting(self) -> bool:
+        return self.step < self._until
+
+    @property
+    def rests_next(self) -> bool:
+        """True if the batch, unless it changes, rests in the next step too."""
+        return self.step + 1 < self._until
+
+    @property
+    def is_settled(self) -> bool:
+        """True if this step is as fast as plain decoding."""
+        return self.is_resting and self.step - self._since >= _SETTLING_STEPS
+
+    @property
+    def wants_times(self) -> bool:
+        """True if the begin of this step is to be timed; at rest that costs too much for all."""
+        num_steps = self.step - self._since
+        return not self.is_resting or (num_steps - _SETTLING_STEPS) % _TIMED_EVERY < 2
 
 
 class Exploration:
     """Chooses the columns of a batch's options, by the plan and beside it.
 
     Args:
-        max_slowdown: key of that name.
+        max_slowdown: key of that name; 1 sets no limit.
     """
 
     def __init__(self, max_slowdown: float, fixed: FixedLengths) -> None:
         self._max_slowdown = max_slowdown
         self._fixed = fixed
-        self.losses = LossLimit(max_slowdown)
         self.trials = Trials()
         self.backoff = SpeculationBackoff()
         self._last_plain_step = 0
@@ -63,12 +139,12 @@ class Exploration:
         self.trials.begin_decision(candidates)
         has_seed, plain_s = any(c.has_seed for c in candidates), costs.plain_s
         nothing = np.full(len(candidates), -1)
-        if num_to_wait := self._steps_to_wait(costs, measured):
+        if num_to_wait := self._begin_wait(costs.model, plain_s):
             self.backoff.begin(1 if has_seed else num_to_wait)
             return nothing, False
         best = plan(options, costs, self._max_slowdown)
         if not has_seed and self._probe_is_due(best, plain_s):
-            self.backoff.begin_probe()
+            self.backoff.begin(_PROBE_STEPS)
             return nothing, False
         columns = best.options
         self.trials.budget.earn(num_steps * best.seconds, plain_s)
@@ -77,18 +153,41 @@ class Exploration:
             num_to_rest = self._begin_rest(candidates, costs.model.decision_s, plain_s)
             if measured is not None:
                 measured.forget_a_little(num_to_rest)
-                self.losses.add_rest(measured, num_to_rest, plain_s)
+                if measured.balance_s is not None:
+                    self._add(measured, self._max_slowdown * num_to_rest * plain_s, plain_s)
         return columns, not (has_trials or has_seed)
 
-    def _steps_to_wait(self, costs: StepCosts, measured: CostModel | None) -> int:
-        """Return for how many steps losses forbid speculation."""
-        step = self.backoff.step
-        if self.losses.is_waiting and not self.losses.steps_left(step):
-            for model in filter(None, (costs.model, measured)):
-                self.losses.end_wait(model, costs.plain_s)
-        elif costs.model.has_lost and not self.losses.is_waiting:
-            self.losses.begin_wait(costs.model, step, costs.plain_s)
-        return self.losses.steps_left(step)
+    # Losses.
+
+    def observe_loss(self, costs: CostModel, step: StepTime) -> None:
+        """Add a step with proposals to the balance of losses.
+
+        A step of ``T`` seconds that gave each request ``n`` tokens on average, for which plain
+        decoding needs ``n`` plain steps, changes the balance by ``n * plain - T``, plus
+        ``max_slowdown`` of all time. Below zero speculation has lost all that it may. Steps of
+        requests with a seed do not count: these propose whether that pays or not.
+        """
+        if step.has_seed or not costs.overheads or self._max_slowdown >= 1:
+            return  # without a plain step nothing is known to compare with
+        num_reqs = len(step.tokens)
+        plain_s = costs.plain_step(step.contexts, num_reqs, step.is_greedy)
+        seconds = (1 - self._max_slowdown) * (step.seconds + step.proposal_seconds)
+        gained_s = (1 + step.num_accepted / num_reqs) * plain_s - seconds
+        self._add(costs, max(gained_s, -_MAX_LOSS * plain_s), plain_s)
+
+    def _add(self, costs: CostModel, seconds: float, plain_s: float) -> None:
+        balance_s = _FIRST_BALANCE * plain_s if costs.balance_s is None else costs.balance_s
+        costs.balance_s = min(_MAX_BALANCE * plain_s, balance_s + seconds)
+
+    def _begin_wait(self, costs: CostModel, plain_s: float) -> int:
+        """Return the steps until the balance would hold a plain step, 0 above zero."""
+        balance_s = costs.balance_s
+        if balance_s is None or balance_s >= 0:
+            return 0
+        costs.balance_s = plain_s
+        return min(_MAX_WAIT, int((plain_s - balance_s) / (self._max_slowdown * plain_s)))
+
+    # Probes and rests.
 
     def _probe_is_due(self, best: Plan, plain_s: float) -> bool:
         """True if the baseline, which speculation is compared with, was not timed for long.
@@ -100,7 +199,7 @@ class Exploration:
             self._last_plain_step = step
             return False
         num_steps = step - self._last_plain_step
-        lost_s = PROBE_STEPS * plain_s * (1 - 1 / best.speedup)
+        lost_s = _PROBE_STEPS * plain_s * (1 - 1 / best.speedup)
         if num_steps < _PROBE_AFTER or lost_s > TRIAL_SHARE * num_steps * best.seconds:
             return False
         self._last_plain_step = step
