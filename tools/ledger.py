@@ -1,7 +1,10 @@
-"""Generate the tables of patches/README.md from the declarations of the patches.
+"""Fill in the column "where" of the tables of patches/README.md, and check their rows.
 
-python tools/ledger.py            # write the tables
-python tools/ledger.py --check    # exit with 1 if they are out of date
+Each patch and each swap has one row, with the reason and the condition for its removal, written by
+hand.
+
+python tools/ledger.py            # write the column
+python tools/ledger.py --check    # exit with 1 if it is out of date
 """
 
 import re
@@ -11,38 +14,48 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LEDGER = ROOT / "patches" / "README.md"
 PACKAGE = ROOT / "vllm_triforce"
-_HEAD = "| what | where | why | delete when |\n|---|---|---|---|\n"
 
 
-def tables() -> dict[str, str]:
-    """Return the generated tables by their name in the ledger's comments."""
+def users_by_table() -> dict[str, dict[str, list[str]]]:
+    """List the files of each patch and swap, by table and by the name in its row."""
     from vllm_triforce.vllm_patches import PATCHES
     from vllm_triforce.vllm_patches.swaps import SWAPS
 
-    methods = [(p.name, [_file_of(p.wrap.__module__)], p.why, p.until) for p in PATCHES]
-    objects = [(s.name, _users(name), s.why, s.until) for name, s in SWAPS.items()]
-    return {"methods": _table(methods), "objects": _table(objects)}
+    return {
+        "methods": {p.name: [_file_of(p.wrap.__module__)] for p in PATCHES},
+        "objects": {swap.name: _users(name) for name, swap in SWAPS.items()},
+    }
 
 
 def written(text: str) -> str:
-    """Return the ledger with its tables regenerated."""
-    for name, table in tables().items():
-        begin, end = f"<!-- {name}: made by tools/ledger.py -->\n", f"<!-- end of {name} -->"
-        pattern = re.escape(begin) + ".*?" + re.escape(end)
-        if not re.search(pattern, text, re.S):
-            raise ValueError(f"{LEDGER.name} has no place for {name!r}: {begin!r} to {end!r}")
-        text = re.sub(pattern, lambda _, new=begin + table + end: new, text, flags=re.S)
+    """Return the ledger with its column of files filled in.
+
+    Raises:
+        ValueError: a table, a row or its reason is missing, or a row has no patch or swap.
+    """
+    for table, users in users_by_table().items():
+        begin, end = f"<!-- {table}: checked by tools/ledger.py -->\n", f"<!-- end of {table} -->"
+        before, found, rest = text.partition(begin)
+        body, found_end, after = rest.partition(end)
+        if not found or not found_end:
+            raise ValueError(f"{LEDGER.name} has no place for {table!r}: {begin!r} to {end!r}")
+        head, rule, *rows = body.splitlines(keepends=True)
+        names = [row.split("`")[1] for row in rows]
+        if sorted(names) != sorted(users):
+            wrong = sorted({*names} ^ users.keys()) or "a name twice"
+            raise ValueError(f"rows of {table} in {LEDGER.name} without a patch, or none: {wrong}")
+        rows = [_with_files(row, users[name]) for row, name in zip(rows, names)]
+        text = "".join((before, begin, head, rule, *rows, end, after))
     return text
 
 
-def _table(rows) -> str:
-    lines = []
-    for what, files, why, until in rows:
-        if not files:
-            raise ValueError(f"nobody uses {what!r}: delete it")
-        where = ", ".join(f"`{file}`" for file in files)
-        lines.append(f"| `{what}` | {where} | {why} | {until} |\n")
-    return _HEAD + "".join(lines)
+def _with_files(row: str, files: list[str]) -> str:
+    what, _, why, until = [cell.strip() for cell in row.strip().strip("|").split(" | ")]
+    if not files:
+        raise ValueError(f"nobody uses {what}: delete it")
+    if not why or not until:
+        raise ValueError(f"{what} has no reason, or no condition for its removal")
+    return f"| {what} | {', '.join(f'`{file}`' for file in files)} | {why} | {until} |\n"
 
 
 def _file_of(module: str) -> str:

@@ -88,6 +88,13 @@ def test_ledger_is_current():
 
     ledger = LEDGER.read_text()
     assert written(ledger) == ledger, "run python tools/ledger.py"
+    name = "`GPUModelRunner (V1).drafter`"
+    for fault in (
+        ledger.replace(name, "`Gone.drafter`"),
+        ledger.replace("| they read one key |", "| |"),
+    ):
+        with pytest.raises(ValueError, match=r"without a patch|no condition"):
+            written(fault)
     for path in [*DIFFS, *(ROOT / "vllm_triforce" / "vllm_patches").glob("[!_]*.py")]:
         assert path.name in ledger
 
@@ -124,7 +131,7 @@ def test_a_patch_is_applied_once_and_keeps_the_kind_of_method(monkeypatch):
         return lambda *arguments: 2 * original(*arguments)
 
     def patch(attribute, *parameters):
-        return Patch("a_host", "Host", attribute, doubled, parameters, "why", "until")
+        return Patch("a_host", "Host", attribute, doubled, parameters)
 
     patches = [
         patch("plain", "self", "number"),
@@ -199,7 +206,7 @@ def test_a_wrapper_hands_on_every_call_that_vllm_takes(patch):
 
 
 def test_a_swap_that_nobody_would_read_is_refused():
-    swap = Swap("Host", "drafter", "why", "until")
+    swap = Swap("Host.drafter")
     with pytest.raises(AttributeError, match=r"sets 'drafter'.*drop method='triforce'"):
         swap.set(SimpleNamespace(), 1)
     assert swap.set(host := SimpleNamespace(drafter=1), 2) == 1 and host.drafter == 2

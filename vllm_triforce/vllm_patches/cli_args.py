@@ -27,9 +27,6 @@ class _WholeFlag(str):
 
 _FLAG = _WholeFlag("--speculative-model")
 
-# Conditions of the ledger under which patches can be deleted.
-REGISTRY = "vLLM has a registry of out-of-tree speculative methods"
-
 _CLI_HELP = (
     "Speculate with TriForce, hierarchical speculative decoding for long sequences, with its "
     "default settings and prompt lookup as level 1. Settings, and a draft model, go into "
@@ -38,12 +35,7 @@ _CLI_HELP = (
 )
 
 
-@patch(
-    "vllm.engine.arg_utils:EngineArgs.add_cli_args",
-    "parser",
-    why="adds `--speculative-model triforce`, and `triforce` to the choices of `--spec-method`",
-    until=REGISTRY,
-)
+@patch("vllm.engine.arg_utils:EngineArgs.add_cli_args", "parser")
 def _wrap_add_cli_args(original):
     def add_cli_args(parser, *args, **kwargs):
         parser = original(parser, *args, **kwargs)
@@ -60,13 +52,7 @@ def _wrap_add_cli_args(original):
     return add_cli_args
 
 
-@patch(
-    "vllm.engine.arg_utils:EngineArgs.from_cli_args",
-    "cls, args",
-    why="turns the flag into `speculative_config`; an engine with a refused setting ends with its "
-    "message alone, without a traceback",
-    until=REGISTRY,
-)
+@patch("vllm.engine.arg_utils:EngineArgs.from_cli_args", "cls, args")
 def _wrap_from_cli_args(original):
     def from_cli_args(cls, args):
         engine_args = original(cls, args)

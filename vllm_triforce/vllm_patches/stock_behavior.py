@@ -14,7 +14,6 @@
 """
 
 from vllm_triforce.config.request_args import request_limit
-from vllm_triforce.vllm_patches.cli_args import REGISTRY
 from vllm_triforce.vllm_patches.patch import patch
 
 # Tag of a SpeculativeConfig, pickled with it, so the front end, the engine and the workers see it.
@@ -31,13 +30,7 @@ def is_triforce(speculative_config) -> bool:
     return getattr(speculative_config, _TAG, False)
 
 
-@patch(
-    "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting",
-    "self",
-    why="for `draft_model` the scheduler keeps a token of a step's budget free per request, which "
-    "TriForce does not use: a prompt that just fits would be read in two steps",
-    until=REGISTRY,
-)
+@patch("vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting", "self")
 def _reserve_no_slots(original):
     def max_num_new_slots_for_drafting(self) -> int:
         return 0 if is_triforce(self) else original(self)
@@ -45,13 +38,7 @@ def _reserve_no_slots(original):
     return max_num_new_slots_for_drafting
 
 
-@patch(
-    "vllm.v1.engine.core:EngineCore.post_step",
-    "self, model_executed",
-    why="with speculation, the engine core fetches drafts from the worker's process after every "
-    "step, with or without drafts. Model Runner V1's arrive with the step's output",
-    until="drafts are part of the output",
-)
+@patch("vllm.v1.engine.core:EngineCore.post_step", "self, model_executed")
 def _skip_fetching_drafts(original):
     def post_step(self, model_executed):
         if not getattr(self.scheduler, "has_drafts_of_step", False):
@@ -61,13 +48,7 @@ def _skip_fetching_drafts(original):
     return post_step
 
 
-@patch(
-    "vllm.sampling_params:SamplingParams._validate_spec_decode",
-    "self, speculative_config",
-    why="vLLM refuses `min_p` and `logit_bias` with any speculation; TriForce supports them, and "
-    "checks its own `extra_args` here",
-    until="vLLM's rejection sampler of Model Runner V1 applies them",
-)
+@patch("vllm.sampling_params:SamplingParams._validate_spec_decode", "self, speculative_config")
 def _support_all_sampling_params(original):
     def _validate_spec_decode(self, speculative_config):
         if is_triforce(speculative_config):
@@ -78,13 +59,7 @@ def _support_all_sampling_params(original):
     return _validate_spec_decode
 
 
-@patch(
-    "vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request",
-    "self, request",
-    why="if a session's turn ends inside a run of accepted tokens, vLLM starts the next turn from "
-    "the KV of the discarded ones; see below",
-    until="vLLM sets the count back to the tokens that are kept",
-)
+@patch("vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request", "self, request")
 def _keep_session_tokens(original):
     def _handle_stopped_request(self, request) -> bool:
         if request.resumable and is_triforce(self.vllm_config.speculative_config):
