@@ -6,7 +6,7 @@
 
 from tests.contract.surface import Surface, calls, derives, does, has, overrides
 
-MIXIN, BUILD = "vllm_triforce/worker/base.py", "vllm_triforce/core/kv_groups.py"
+MIXIN, BUILD = "vllm_triforce/worker/gpu.py", "vllm_triforce/core/kv_groups.py"
 CACHE, PASS = "vllm_triforce/core/draft_cache.py", "vllm_triforce/core/model_pass.py"
 V1, V2 = "vllm_triforce/runner_v1/runner.py", "vllm_triforce/runner_v2/runner.py"
 OURS2 = "vllm_triforce/runner_v2/base_adapter.py"
@@ -79,7 +79,7 @@ RUNNER_V1: list[Surface] = [
     overrides(RUNNER, "GPUModelRunner._get_spec_decode_draft_probs", "self, spec_decode_metadata", V1),
     does(RUNNER, "GPUModelRunner._sample", "self._get_spec_decode_draft_probs( < self.rejection_sampler(", V1),
     has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "num_draft_tokens draft_token_ids", V1),
-    does("model_executor/layers/attention/kv_transfer_utils.py", "maybe_transfer_kv_layer", "has_kv_transfer_group(", "vllm_triforce/vllm_patches/kv_connector.py"),
+    does("model_executor/layers/attention/kv_transfer_utils.py", "maybe_transfer_kv_layer", "has_kv_transfer_group(", "vllm_triforce/vllm_patches/stock_behavior.py"),
     has(RUNNER, "GPUModelRunner", "vllm_config drafter effective_drafter_max_model_len max_model_len requests input_batch attn_groups", V1),
     # It insists on the class, and tells us in this order what a step came to.
     does(RUNNER, "GPUModelRunner.sample_tokens", "isinstance(self.drafter, DraftModelProposer)", V1),
@@ -269,7 +269,7 @@ RUNNER_V2: list[Surface] = [
     overrides("v1/worker/gpu/structured_outputs.py", "StructuredOutputsWorker.apply_grammar_bitmask", "self, logits, input_batch, grammar_req_ids, grammar_bitmask", MASKS2),
     has("v1/worker/gpu/structured_outputs.py", "StructuredOutputsWorker", "grammar_bitmask", MASKS2),
     has(RUNNER2, "GPUModelRunner", "structured_outputs_worker max_num_reqs num_speculative_steps", MASKS2),
-    overrides("v1/worker/gpu_worker.py", "Worker.load_model", "self, *, load_dummy_weights=", "vllm_triforce/worker/base.py"),
+    overrides("v1/worker/gpu_worker.py", "Worker.load_model", "self, *, load_dummy_weights=", "vllm_triforce/worker/gpu.py"),
     overrides("v1/core/sched/scheduler.py", "Scheduler.schedule", "self, throttle_prefills=", LENDING),
     overrides("v1/core/sched/scheduler.py", "Scheduler._request_remaining_blocks", "self, request", LENDING),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "self.kv_cache_manager.allocate_slots( < SchedulerOutput( < self._build_kv_connector_meta( < self._update_after_schedule(", LENDING),

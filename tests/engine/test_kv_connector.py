@@ -15,7 +15,7 @@ from tests.models import make_head
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.parity.disturbing import watch
 from vllm_triforce.metrics.report import counters_of
-from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
+from vllm_triforce.vllm_patches.stock_behavior import hidden_kv_connector
 
 SOURCES = ("lookup", "draft model", "head", "copy")
 LENGTH, BLOCK = 610, 32

@@ -11,7 +11,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.models.interfaces import requires_raw_input_tokens
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
+from vllm_triforce.vllm_patches.stock_behavior import hidden_kv_connector
 
 
 @dataclass

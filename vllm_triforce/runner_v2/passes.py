@@ -24,7 +24,7 @@ from vllm_triforce.runner_v2.graph_sizes import (
     round_sizes,
 )
 from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, SamplingV2, kernel_scratch
-from vllm_triforce.vllm_patches.kv_connector import hidden_kv_connector
+from vllm_triforce.vllm_patches.stock_behavior import hidden_kv_connector
 
 
 class PassGraphs(CudaGraphManager):

@@ -5,10 +5,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
-from vllm_triforce.worker.base import TriForceWorkerMixin
+from vllm_triforce.worker.gpu import TriForceGPUWorker
 
 
-class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
+class TriForceCPUWorker(TriForceGPUWorker, CPUWorker):
     """vLLM's CPU worker with TriForce."""
 
     def init_device(self) -> None:
@@ -16,11 +16,8 @@ class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
             super().init_device()
             return
         fix_expand_kernel()
-        before = swaps.MROPE_CHECK.set(SpecDecodeBaseProposer, lambda drafter: None)
-        try:
+        with swaps.MROPE_CHECK.during(SpecDecodeBaseProposer, lambda drafter: None):
             super().init_device()
-        finally:
-            swaps.MROPE_CHECK.set(SpecDecodeBaseProposer, before)
 
     def compile_or_warm_up_model(self):
         seconds = super().compile_or_warm_up_model()
@@ -28,7 +25,7 @@ class TriForceCPUWorker(TriForceWorkerMixin, CPUWorker):
         return seconds
 
     def determine_available_memory(self) -> int:
-        available = super().determine_available_memory()
+        available = CPUWorker.determine_available_memory(self)
         if self.triforce_config.kv_offload_gib is None:
             return available
         fixed, share = self.extra_memory()
