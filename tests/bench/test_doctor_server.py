@@ -10,9 +10,8 @@ import prometheus_client
 import pytest
 
 from vllm_triforce import cli
-from vllm_triforce.metrics.carrier import flatten
+from vllm_triforce.metrics.carrier import TriForcePrometheus, flatten
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce.metrics.prometheus import TriForcePrometheus
 
 LABELS = ["model_name", "engine"]
 

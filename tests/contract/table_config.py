@@ -12,7 +12,7 @@ OURS = "vllm_triforce/vllm_patches/engine_args.py"
 CLI = "vllm_triforce/vllm_patches/cli_args.py"
 CHECK = "vllm_triforce/config/checks.py"
 CHECK_OFFLOAD = "vllm_triforce/config/check_offload.py"
-MIXIN = "vllm_triforce/worker/base.py"
+MIXIN = "vllm_triforce/worker/gpu.py"
 BUDGET = "vllm_triforce/runner_v1/thinking_budget.py"
 
 COPY, COPY_CONFIG = "vllm_triforce/core/level2_model.py", "vllm_triforce/config/level2_model.py"
@@ -112,6 +112,6 @@ TABLE: list[Surface] = [
     has("v1/request.py", "Request", "resumable num_tokens num_computed_tokens num_output_placeholders", "vllm_triforce/vllm_patches/stock_behavior.py"),
     has("v1/metrics/stats.py", "SchedulerStats", "num_kv_fetch_reqs_by_stage", "vllm_triforce/vllm_patches/counters.py"),
     has("v1/metrics/loggers.py", "StatLoggerManager", "stat_loggers record", "vllm_triforce/vllm_patches/counters.py"),
-    has("v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls per_engine_labelvalues", "vllm_triforce/metrics/prometheus.py"),
+    has("v1/metrics/loggers.py", "PrometheusStatLogger", "_counter_cls per_engine_labelvalues", "vllm_triforce/metrics/carrier.py"),
     has("model_executor/layers/attention/attention.py", "Attention", "kv_cache impl num_heads num_kv_heads head_size", "vllm_triforce/runner_v1/sources/draft_model.py"),
 ]

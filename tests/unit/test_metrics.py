@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.wrapping import wrap
 from vllm_triforce.metrics import carrier
+from vllm_triforce.metrics.carrier import TriForcePrometheus
 from vllm_triforce.metrics.counters import COUNTERS, LevelCounters
-from vllm_triforce.metrics.prometheus import TriForcePrometheus
 from vllm_triforce.metrics.report import IntervalReport
 
 

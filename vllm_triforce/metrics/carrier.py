@@ -4,6 +4,11 @@
     engine core: Scheduler.update_from_output puts them in SchedulerStats  put()
     front end: StatLoggerManager.record takes them out, to Prometheus      take()
 
+There they stand next to vLLM's ``vllm:spec_decode_*``. Rates are left to the reader, as in vLLM:
+
+    rate(vllm:triforce_level2_accepted_tokens_total[5m])
+      / rate(vllm:triforce_level2_draft_tokens_total[5m])
+
 vLLM's own messages carry the counters. They therefore arrive wherever vLLM's statistics do: with
 several engines, several API servers (each step's statistics reach one of them) and several
 machines. A step without speculation carries nothing.
@@ -12,7 +17,7 @@ machines. A step without speculation carries nothing.
 from collections.abc import Callable
 from typing import Any
 
-from vllm_triforce.metrics.counters import COUNTERS, LevelCounters
+from vllm_triforce.metrics.counters import COUNTERS, PROPOSE_SECONDS, Counter, LevelCounters
 
 # Attribute of a ModelRunnerOutput.
 _ATTRIBUTE = "triforce_counters"
@@ -20,21 +25,16 @@ _ATTRIBUTE = "triforce_counters"
 # removed before vLLM reads it.
 _FIELD = "num_kv_fetch_reqs_by_stage"
 _PREFIX = "triforce:"
-SECONDS = "seconds:"
+_SECONDS = "seconds:"
 _MICROSECONDS = 1e6
 
 
 def flatten(counters: LevelCounters) -> dict[str, int]:
-    """Flatten counters to integers: seconds are microseconds, of a part under ``SECONDS``."""
+    """Flatten counters to integers: seconds are microseconds, of a part under ``_SECONDS``."""
     numbers = dict(counters.__dict__)
-    times = {SECONDS + part: seconds for part, seconds in numbers.pop("time_seconds").items()}
+    times = {_SECONDS + part: seconds for part, seconds in numbers.pop("time_seconds").items()}
     times |= {name: numbers[name] for name, row in COUNTERS.items() if row.unit == "seconds"}
     return numbers | {name: int(seconds * _MICROSECONDS) for name, seconds in times.items()}
-
-
-def to_seconds(microseconds: int) -> float:
-    """Convert a flattened time to seconds."""
-    return microseconds / _MICROSECONDS
 
 
 class CounterSender:
@@ -108,3 +108,53 @@ def take(stats) -> dict[str, int]:
 def attached(output) -> dict[str, int] | None:
     """Return the increments that a worker attached to its output, or None."""
     return getattr(output, _ATTRIBUTE, None)
+
+
+class TriForcePrometheus:
+    """Counters with vLLM's labels, ``model_name`` and ``engine``.
+
+    Args:
+        counter_cls: prometheus_client's Counter, or Ray's of the same interface.
+        labelnames: vLLM's.
+        labelvalues: vLLM's, by engine index.
+    """
+
+    def __init__(
+        self, counter_cls, labelnames: list[str], labelvalues: dict[int, list[object]]
+    ) -> None:
+        def family(row: Counter, *more_labels: str):
+            return counter_cls(
+                name=f"vllm:triforce_{row.metric}",
+                documentation=row.help,
+                labelnames=[*labelnames, *more_labels],
+            )
+
+        self._labelvalues = labelvalues
+        self._seconds = family(PROPOSE_SECONDS, "part")
+        self._counters = {}
+        for name, row in COUNTERS.items():
+            metric = family(row)
+            for engine, values in labelvalues.items():
+                self._counters[name, engine] = metric.labels(*values)
+
+    @classmethod
+    def beside(cls, stat_loggers: list) -> "TriForcePrometheus | None":
+        """Create metrics with labels and counter class of vLLM's Prometheus logger, if any."""
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+        for logger in stat_loggers:
+            if isinstance(logger, PrometheusStatLogger):
+                labelnames = ["model_name", "engine"]
+                return cls(logger._counter_cls, labelnames, logger.per_engine_labelvalues)
+        return None
+
+    def observe(self, added: dict[str, int], engine_idx: int) -> None:
+        """Add a step's increments, as flattened by ``flatten()``."""
+        for name, value in added.items():
+            if name.startswith(_SECONDS):
+                part = name.removeprefix(_SECONDS).replace(" ", "_")
+                labels = self._labelvalues[engine_idx]
+                self._seconds.labels(*labels, part).inc(value / _MICROSECONDS)
+            elif (name, engine_idx) in self._counters:
+                is_time = COUNTERS[name].unit == "seconds"
+                self._counters[name, engine_idx].inc(value / _MICROSECONDS if is_time else value)

@@ -1,7 +1,7 @@
 """Counters of TriForce's levels, each declared once, and the times of a proposal's parts.
 
 A field of ``LevelCounters`` is one counter. From the fields come the device's counters and their
-kernels' constants (``kernels/counters.py``), the Prometheus metrics (``metrics/prometheus.py``) and
+kernels' constants (``kernels/counters.py``), the Prometheus metrics (``metrics/carrier.py``) and
 the tables of docs/metrics.md (``tools/docs_tables.py``).
 """
 

@@ -26,9 +26,7 @@ def _with_prometheus(original):
         if isinstance(vllm_config.additional_config, dict) and (
             METHOD in vllm_config.additional_config
         ):
-            from vllm_triforce.metrics.prometheus import TriForcePrometheus
-
-            self.triforce_prometheus = TriForcePrometheus.beside(self.stat_loggers)
+            self.triforce_prometheus = carrier.TriForcePrometheus.beside(self.stat_loggers)
 
     return __init__
 
