@@ -87,7 +87,7 @@ def changelog() -> str:
 def vllm_pin() -> str:
     """Check that the extra ``gpu`` requires the vLLM versions that the plugin accepts."""
     sys.path.insert(0, str(ROOT))
-    from vllm_triforce.config.supported import SUPPORTED_VLLM
+    from vllm_triforce.config.keys import SUPPORTED_VLLM
 
     setup = (ROOT / "setup.cfg").read_text()
     requirement = "vllm" + ",".join(SUPPORTED_VLLM)

@@ -120,7 +120,7 @@ def unsupported_reason(only_loaded: bool = False) -> str | None:
     """
     import vllm
 
-    from vllm_triforce.config.supported import is_supported
+    from vllm_triforce.config.keys import is_supported
 
     if not is_supported(vllm.__version__):
         return f"its version is {vllm.__version__}"
@@ -148,7 +148,7 @@ def _warn_once(reason: str) -> None:
     _has_warned = True
     from vllm.logger import init_logger
 
-    from vllm_triforce.config.supported import SUPPORTED_VLLM
+    from vllm_triforce.config.keys import SUPPORTED_VLLM
 
     init_logger("vllm.triforce").warning(
         "vllm-triforce leaves this vLLM alone, and method 'triforce' is not available (%s). "

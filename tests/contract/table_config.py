@@ -11,11 +11,11 @@ SPEC = "config/speculative.py"
 OURS = "vllm_triforce/vllm_patches/engine_args.py"
 CLI = "vllm_triforce/vllm_patches/cli_args.py"
 CHECK = "vllm_triforce/config/checks.py"
-CHECK_OFFLOAD = "vllm_triforce/config/check_offload.py"
+CHECK_OFFLOAD = "vllm_triforce/config/checks.py"
 MIXIN = "vllm_triforce/worker/gpu.py"
 BUDGET = "vllm_triforce/runner_v1/thinking_budget.py"
 
-COPY, COPY_CONFIG = "vllm_triforce/core/level2_model.py", "vllm_triforce/config/level2_model.py"
+COPY, COPY_CONFIG = "vllm_triforce/core/level2_model.py", "vllm_triforce/config/level2.py"
 LAYERS = "vllm_triforce/core/own_layers.py"
 
 REQUEST = "vllm_triforce/config/request_args.py"
@@ -63,8 +63,8 @@ TABLE: list[Surface] = [
     has("config/parallel.py", "ParallelConfig", "tensor_parallel_size nnodes data_parallel_size_local", CHECK_OFFLOAD),
     has("config/cache.py", "CacheConfig", "block_size cache_dtype get_resolved_kv_cache_layout", CHECK),
     has("config/model.py", "ModelConfig", "model runner_type is_encoder_decoder is_attention_free is_hybrid has_inner_state use_mla uses_mrope enable_prompt_embeds uses_alibi architectures hf_text_config get_vocab_size max_model_len dtype seed", CHECK),
-    calls("transformers_utils/config.py", "get_safetensors_params_metadata", "model, revision=", "vllm_triforce/config/check_head.py"),
-    calls("transformers_utils/repo_utils.py", "get_model_path", "model", "vllm_triforce/config/check_head.py"),
+    calls("transformers_utils/config.py", "get_safetensors_params_metadata", "model, revision=", "vllm_triforce/config/check_draft.py"),
+    calls("transformers_utils/repo_utils.py", "get_model_path", "model", "vllm_triforce/config/check_draft.py"),
     calls("transformers_utils/config.py", "get_config", "model, trust_remote_code=, revision=, code_revision=", "vllm_triforce/config/check_draft.py"),
     has("platforms/interface.py", "Platform", "is_cpu device_name check_and_update_config", CHECK),
     does("platforms/cpu.py", "CpuPlatform.check_and_update_config", "parallel_config.worker_cls =", OURS),

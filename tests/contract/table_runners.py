@@ -124,7 +124,7 @@ HEADS: list[Surface] = [
     has("model_executor/models/interfaces.py", "SupportsEagle3", "set_aux_hidden_state_layers", HEAD),
     has(EAGLE3, "Eagle3LlamaForCausalLM", "combine_hidden_states compute_logits", HEAD),
     overrides(EAGLE3, "Eagle3LlamaForCausalLM.forward", "self, input_ids, positions, hidden_states, inputs_embeds=", HEAD),
-    calls("model_executor/model_loader/utils.py", "get_model_cls", "model_config", "vllm_triforce/config/check_head.py"),
+    calls("model_executor/model_loader/utils.py", "get_model_cls", "model_config", "vllm_triforce/config/check_draft.py"),
     *(
         surface
         for kind, name in (("mimo", "MiMoMTP"), ("glm4_moe", "Glm4MoeMTP"), ("ernie", "ErnieMTP"))

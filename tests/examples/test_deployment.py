@@ -11,7 +11,7 @@ import yaml
 
 from tests.models import ROOT
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.config.supported import is_supported
+from vllm_triforce.config.keys import is_supported
 from vllm_triforce.metrics.carrier import TriForcePrometheus
 from vllm_triforce.metrics.counters import COUNTERS
 

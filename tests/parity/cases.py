@@ -1272,7 +1272,7 @@ OFFLOADED = {
 }
 
 
-_HOST_REFUSES = {"host": "Runner V1 refuses kv_offload_gib (config/check_offload.py)"}
+_HOST_REFUSES = {"host": "Runner V1 refuses kv_offload_gib (config/checks.py)"}
 
 
 def _offloaded(cases: list[Case]) -> list[Case]:

@@ -11,7 +11,7 @@ from tests.conftest import triforce
 from tests.models import make_architecture, make_head, make_llama, make_mimo
 from tests.refusals import engine_config
 from vllm_triforce.cache.allocation import checked_allocation
-from vllm_triforce.config.check_head import check_head
+from vllm_triforce.config.check_draft import check_head
 from vllm_triforce.core.draft_cache import loading_draft
 from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.sampling import SamplingRows

@@ -11,7 +11,7 @@ import torch
 from tests.conftest import triforce
 from tests.models import PAIR, make_head, make_int8
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.config.level2_model import (
+from vllm_triforce.config.level2 import (
     check_level2_model,
     level2_model_config,
     online_schemes,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.config.level2_support import limit_states, why_no_level2
+from vllm_triforce.config.level2 import limit_states, why_no_level2
 
 
 def model_config(text: dict | None = None, window: int | None = None, **facts) -> SimpleNamespace:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.config import check_offload as module
-from vllm_triforce.config.check_offload import check_offload
+from vllm_triforce.config import checks as module
+from vllm_triforce.config.checks import check_offload
 from vllm_triforce.offload.placement import all_would_fit, place_layers
 from vllm_triforce.offload.startup import plan_offload
 

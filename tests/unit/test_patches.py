@@ -240,10 +240,9 @@ OUR_OBJECTS = {
 }
 # What travels with vLLM's messages, and vLLM's schedulers' own subclasses: in the ledger by hand.
 BY_HAND = {
-    "config/refusal.py": {"error", "sys.excepthook"},  # Python's
     "plugin.py": {"loader.exec_module"},  # Python's
     # Copies of vLLM's configurations, for level 2's copy of the target.
-    "config/level2_model.py": {
+    "config/level2.py": {
         f"config.{name}"
         for name in ("dtype", "max_model_len", "quantization", "quantization_config")
     },

@@ -18,7 +18,7 @@ from tests.conftest import triforce
 from tests.models import make_architecture
 from tests.refusals import engine_config, refused
 from vllm_triforce.config.checks import check_vllm_version
-from vllm_triforce.config.supported import is_supported
+from vllm_triforce.config.keys import is_supported
 
 _PRINT_CONFIG = """
 import sys
@@ -256,7 +256,7 @@ def test_a_refusal_by_the_server_is_its_last_line_alone(gqa_pair):
 
 
 def test_errors_that_are_not_ours_are_printed_as_they_were(monkeypatch, capsys):
-    from vllm_triforce.config.refusal import print_refusals_alone, refusing
+    from vllm_triforce.vllm_patches.cli_args import print_refusals_alone, refusing
 
     others = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: others.append(error))
@@ -355,7 +355,7 @@ def test_vllms_own_flags(gqa_pair, asked):
     ],
 )
 def test_refusals_name_the_flag_that_was_given(gqa_pair, flags, named):
-    from vllm_triforce.config.refusal import is_refusal
+    from vllm_triforce.vllm_patches.cli_args import is_refusal
 
     with refused(named) as error:
         parsed(gqa_pair["target"], *flags).create_engine_config()

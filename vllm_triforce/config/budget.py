@@ -24,22 +24,23 @@ class RetrievalBudget:
         return min(max(self.min_blocks, num_blocks // CONTEXT_SHARE), self.max_blocks)
 
 
+def round_up(num_tokens: int, block_size: int) -> int:
+    """Round up to whole blocks."""
+    return -(-num_tokens // block_size) * block_size
+
+
 def fit_blocks(config, block_size: int):
     """Return a ``ResolvedConfig`` for KV blocks of another size, its sizes rounded up to blocks.
 
     vLLM gives layers larger blocks than it was configured with where other layers have longer
     keys, and says so only once the model is loaded.
     """
-
-    def fitted(num_tokens: int) -> int:
-        return -(-num_tokens // block_size) * block_size
-
-    recent = fitted(config.retrieval_recent_tokens)
+    recent = round_up(config.retrieval_recent_tokens, block_size)
     least = recent + 2 * block_size  # the first chunk and one that is retrieved
     return replace(
         config,
         block_size=block_size,
         retrieval_recent_tokens=recent,
-        min_retrieval_budget=max(least, fitted(config.min_retrieval_budget)),
-        retrieval_budget=max(least, fitted(config.retrieval_budget)),
+        min_retrieval_budget=max(least, round_up(config.min_retrieval_budget, block_size)),
+        retrieval_budget=max(least, round_up(config.retrieval_budget, block_size)),
     )

@@ -1,12 +1,21 @@
-"""Checks of the target and the engine's settings before any weights load."""
+"""Checks of the target and the engine's settings before any weights load.
 
-from vllm_triforce.config.check_offload import check_offload
+A refusal is a ``ValueError`` that names the setting, the reason and a remedy.
+"""
+
+import psutil
+from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
+
 from vllm_triforce.config.draft_sources import SOURCES_V2
-from vllm_triforce.config.level2_support import has_recurrent_layers
-from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
+from vllm_triforce.config.keys import SUPPORTED_VLLM, is_supported
+from vllm_triforce.config.level2 import has_recurrent_layers
 from vllm_triforce.config.synthetic import SYNTHETIC
 from vllm_triforce.config.triforce_config import ResolvedConfig, TriForceConfig
 from vllm_triforce.selection import POLICIES
+
+_GIB = 1 << 30
+# Share of host memory that KV may take; the rest is for weights, buffers and other processes.
+_MAX_HOST_SHARE = 0.9
 
 
 def check_vllm_version(version: str | None = None) -> None:
@@ -60,7 +69,7 @@ _ONE_RANK_REASONS = {
 def check_target(model_config, parallel_config) -> None:
     """Refuse targets that TriForce cannot speculate for.
 
-    ``level2_support.py`` knows those for which only level 2 steps aside.
+    ``level2.py`` knows those for which only level 2 steps aside.
     """
     for name, reason in _ONE_RANK_REASONS.items():
         if (size := getattr(parallel_config, name)) > 1:
@@ -226,6 +235,74 @@ def _reads_fp8() -> bool:
     from vllm.platforms import current_platform
 
     return not current_platform.is_cuda() or current_platform.has_device_capability(89)
+
+
+def check_offload(vllm_config, config: ResolvedConfig) -> None:
+    """Refuse engine settings that do not work with the KV cache in host memory."""
+    setting = f"kv_offload_gib={config.kv_offload_gib:g}"
+    if not vllm_config.use_v2_model_runner:
+        raise ValueError(
+            f"{setting} is not supported with Model Runner V1: it keeps the KV cache in one place. "
+            "Use a GPU, where V2 is vLLM's default, or leave it out."
+        )
+    _check_host_memory(setting, config, vllm_config.parallel_config)
+    if vllm_config.kv_transfer_config is not None:
+        connector = vllm_config.kv_transfer_config.kv_connector
+        raise ValueError(
+            f"{setting} is not supported with KV connector {connector!r}: the connector reads and "
+            "writes KV on the device, and most of it is in host memory. Use one of the two."
+        )
+    if (size := vllm_config.cache_config.kv_offloading_size) is not None:
+        raise ValueError(
+            f"{setting} is not supported with kv_offloading_size={size:g}: that keeps KV of the "
+            "prefix cache in host memory, where it already is. Use one of the two."
+        )
+    if vllm_config.parallel_config.use_ubatching:
+        raise ValueError(
+            f"{setting} is not supported with microbatches (enable_dbo, ubatch_size): both would "
+            "use the staging buffer at the same time. Leave one of them out."
+        )
+    pass_config = vllm_config.compilation_config.pass_config
+    for name in ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache"):
+        if getattr(pass_config, name):
+            raise ValueError(
+                f"{setting} is not supported with pass_config.{name}=true: the fused kernel would "
+                "write level 2's KV into host memory. Set it to false in --compilation-config."
+            )
+    if (backend := getattr(vllm_config.attention_config.backend, "name", None)) == "FLASHINFER":
+        raise ValueError(
+            f"{setting} is not supported with --attention-backend {backend}: its plans do not "
+            "cover staged layers yet. Use FLASH_ATTN or TRITON_ATTN."
+        )
+    target = vllm_config.model_config.model
+    text_config = vllm_config.model_config.hf_text_config
+    if shared := getattr(text_config, "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"{setting} is not supported here: {shared} layers of target {target!r} read another "
+            "layer's KV cache, and each layer is staged separately. Leave it out."
+        )
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    if len(layer_types) > 1 or layer_types & {"sliding_attention", "chunked_attention"}:
+        raise ValueError(
+            f"{setting} is not supported here: target {target!r} has layers of the kinds "
+            f"{', '.join(sorted(layer_types))}, and staging needs full attention in every layer. "
+            "Leave it out."
+        )
+
+
+def _check_host_memory(setting: str, config: ResolvedConfig, parallel) -> None:
+    """Refuse sizes beyond the host memory of this machine or its cgroup."""
+    assert config.kv_offload_gib is not None
+    num_ranks = max(1, parallel.tensor_parallel_size // parallel.nnodes)
+    num_ranks *= max(1, parallel.data_parallel_size_local)
+    limits = psutil.virtual_memory().total, get_cgroup_memory_limit()
+    host_gib = min(limit for limit in limits if limit is not None) / _GIB
+    if config.kv_offload_gib * num_ranks > _MAX_HOST_SHARE * host_gib:
+        per_rank = f" for each of {num_ranks} ranks here" if num_ranks > 1 else ""
+        raise ValueError(
+            f"{setting}{per_rank}: the machine has {host_gib:.1f} GiB of memory, or allows as "
+            f"much. Use {_MAX_HOST_SHARE * host_gib / num_ranks:.1f} at most."
+        )
 
 
 def has_fixed_shapes() -> bool:

@@ -11,6 +11,9 @@ from typing import Any, Self, get_args
 
 METHOD = "triforce"
 
+# Versions of vLLM that tests/contract covers.
+SUPPORTED_VLLM = (">=0.32.0", "<0.34")
+
 # vLLM's rejection sampler takes at most this many draft tokens per request and step
 # (MAX_SPEC_LEN in vllm/v1/sample/rejection_sampler.py).
 MAX_NUM_SPECULATIVE_TOKENS = 128
@@ -317,3 +320,14 @@ def check_key(name: str, value: Any) -> None:
     if key.low is not None and not (key.low <= value <= high and value < math.inf):
         bounds = f"at least {key.low}" + ("" if key.high is None else f" and at most {key.high}")
         raise ValueError(f"{name}={value} is out of range; it must be {bounds}")
+
+
+def is_supported(version: str) -> bool:
+    """True if TriForce supports this version of vLLM; not for one that does not parse (``dev``)."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return SpecifierSet(",".join(SUPPORTED_VLLM)).contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return False

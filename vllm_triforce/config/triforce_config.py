@@ -6,13 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_triforce.config.budget import CONTEXT_SHARE, RetrievalBudget
-from vllm_triforce.config.draft_sources import (
-    HEAD_SOURCE,
-    SOURCES,
-    choose_sources,
-    parse_sources,
-)
+from vllm_triforce.config.budget import CONTEXT_SHARE, RetrievalBudget, round_up
+from vllm_triforce.config.draft_sources import HEAD_SOURCE, SOURCES, choose_sources, parse_sources
 from vllm_triforce.config.keys import (
     FIXED_GAMMA,
     FIXED_LENGTH,
@@ -204,11 +199,7 @@ class TriForceConfig(Keys):
 
     @classmethod
     def from_speculative_config(cls, keys: Mapping[str, Any]) -> "TriForceConfig":
-        """Read the keys of a ``speculative_config``, without ``method`` and keys of the draft.
-
-        Raises:
-            ValueError: a key is unknown (the nearest is suggested) or a value is invalid.
-        """
+        """Read the keys of a ``speculative_config``, without ``method`` and keys of the draft."""
         for key in keys:
             if key == "retrieval_chunk_size":
                 raise ValueError(
@@ -229,7 +220,7 @@ class TriForceConfig(Keys):
         max_num_seqs: int | None = None,
         is_head: bool = False,
     ) -> "TriForceConfig":
-        """Fill in lengths, sources of drafts and the keys that the controller chooses.
+        """Fill in lengths, sources of drafts and the keys that the controller chooses, once.
 
         Args:
             can_adapt: True if the engine has a controller.
@@ -239,11 +230,11 @@ class TriForceConfig(Keys):
             is_head: True if ``model`` is an EAGLE-3 head or has MTP layers.
 
         Raises:
-            ValueError: the given sources of drafts do not fit these.
+            ValueError: a given key does not fit these.
         """
-        config = self._with_lengths(can_adapt, has_fixed_shapes, max_num_seqs)
-        if config is self:
+        if self.adaptive_keys is not None:
             return self
+        config = self._with_lengths(can_adapt, has_fixed_shapes, max_num_seqs)
         if self.is_plain:
             self._check_plain(model)
             return config
@@ -275,14 +266,7 @@ class TriForceConfig(Keys):
     def _with_lengths(
         self, can_adapt: bool, has_fixed_shapes: bool = False, max_num_seqs: int | None = None
     ) -> "TriForceConfig":
-        """Fill in the proposals' keys, ``refresh_interval`` and ``adaptive_keys``, once.
-
-        Raises:
-            ValueError: the runner cannot select in level 2's passes.
-        """
-        if self.adaptive_keys is not None:
-            return self
-        refresh_interval = self._interval(has_fixed_shapes)
+        """Fill in the proposals' keys, ``refresh_interval`` and ``adaptive_keys``."""
         open_keys = {
             "context": self.min_context is None,
             "gamma": self.gamma is None and self.levels == "1,2,3",
@@ -290,17 +274,9 @@ class TriForceConfig(Keys):
         }
         adapts = self.adaptive and can_adapt and not self.is_plain
         adaptive_keys = frozenset(name for name in open_keys if open_keys[name] and adapts)
-        max_slowdown = self._slowdown(adaptive_keys)
-        if self.is_plain:  # vLLM has no speculative method without a token
-            return dataclasses.replace(
-                self,
-                num_speculative_tokens=1,
-                gamma=1,
-                refresh_interval=refresh_interval,
-                max_slowdown=max_slowdown,
-                adaptive_keys=adaptive_keys,
-            )
         length, gamma = self.num_speculative_tokens, self.gamma
+        if self.is_plain:  # vLLM has no speculative method without a token
+            length = gamma = 1
         if length is None:
             max_length = _MAX_FIXED_SHAPE_LENGTH if has_fixed_shapes else _MAX_LENGTH
             if self.kv_offload_gib is not None:
@@ -314,22 +290,16 @@ class TriForceConfig(Keys):
             self,
             num_speculative_tokens=length,
             gamma=gamma,
-            refresh_interval=refresh_interval,
-            max_slowdown=max_slowdown,
+            refresh_interval=self._interval(has_fixed_shapes),
+            max_slowdown=self._slowdown(adaptive_keys),
             adaptive_keys=adaptive_keys,
         )
 
     def _slowdown(self, adaptive_keys: frozenset[str]) -> float:
-        """Return ``max_slowdown``, 1 where the controller does not choose who speculates.
-
-        Raises:
-            ValueError: it is given there.
-        """
-        if self.is_plain:
-            return 1.0
+        """Return ``max_slowdown``, 1 where the controller does not choose who speculates."""
         if "context" in adaptive_keys:
             return _MAX_SLOWDOWN if self.max_slowdown is None else self.max_slowdown
-        if self.max_slowdown is not None:
+        if self.max_slowdown is not None and not self.is_plain:
             reason = "without the controller" if self.min_context is None else "with min_context"
             raise ValueError(
                 f"max_slowdown={self.max_slowdown} is not supported {reason}: requests then "
@@ -338,31 +308,23 @@ class TriForceConfig(Keys):
         return 1.0
 
     def _interval(self, has_fixed_shapes: bool) -> int:
-        """Return ``refresh_interval``, by default 0 where level 2's passes can select.
-
-        Raises:
-            ValueError: it is 0, and they cannot.
-        """
+        """Return ``refresh_interval``, by default 0 where level 2's passes can select."""
         reason = ""
         if has_fixed_shapes and self.kv_offload_gib is not None:
             reason = "kv_offload_gib: the selected blocks would be copied within a pass"
         elif has_fixed_shapes and self.selection not in _PASS_KERNELS:
             reason = f"selection={self.selection!r} on Model Runner V2: no kernel scores by it"
-        if self.refresh_interval is None:
-            return _LATE_INTERVAL if reason else 0
         if self.refresh_interval == 0 and reason:
             raise ValueError(
                 f"refresh_interval=0 is not supported with {reason}. Use 1 or more, or leave it "
                 f"out for {_LATE_INTERVAL}."
             )
+        if self.refresh_interval is None:
+            return _LATE_INTERVAL if reason else 0
         return self.refresh_interval
 
     def _check_plain(self, model: str | None) -> None:
-        """Check a config of plain decoding, which is for ``kv_offload_gib`` alone.
-
-        Raises:
-            ValueError: vLLM decodes plainly by itself, or a key has no use.
-        """
+        """Check a config of plain decoding, which is for ``kv_offload_gib`` alone."""
         levels = f"levels={self.levels!r}"
         if self.kv_offload_gib is None:
             raise ValueError(
@@ -394,8 +356,8 @@ class TriForceConfig(Keys):
             ValueError: a size does not fit; the message names one that does.
         """
         is_share = self.retrieval_budget is None
-        min_tokens = _round_up(_MIN_BUDGET if is_share else self.retrieval_budget, block_size)
-        max_tokens = _round_up(_MAX_BUDGET, block_size) if is_share else min_tokens
+        min_tokens = round_up(_MIN_BUDGET if is_share else self.retrieval_budget, block_size)
+        max_tokens = round_up(_MAX_BUDGET, block_size) if is_share else min_tokens
         blocks = f"the KV block ({block_size} tokens)"
         if is_exact and not is_share and min_tokens != self.retrieval_budget:
             raise ValueError(
@@ -409,7 +371,7 @@ class TriForceConfig(Keys):
         if recent % block_size:
             raise ValueError(
                 f"retrieval_recent_tokens={recent} must be a multiple of {blocks}; "
-                f"use {_round_up(recent, block_size)}"
+                f"use {round_up(recent, block_size)}"
             )
         min_budget = recent + 2 * block_size
         if is_exact and min_tokens < min_budget:
@@ -419,12 +381,12 @@ class TriForceConfig(Keys):
                 f"use at least {min_budget}"
             )
         min_tokens, max_tokens = max(min_tokens, min_budget), max(max_tokens, min_budget)
-        config = self._with_lengths(can_adapt=False)
+        config = self if self.adaptive_keys is not None else self._with_lengths(can_adapt=False)
         min_context = _NEVER if self.is_plain else config.min_context
         if min_context is None:
             min_context = 0 if "context" in config.adaptive_keys else 2 * max_tokens
         values = {
-            **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
+            **vars(config),
             "retrieval_budget": max_tokens,
             "retrieval_recent_tokens": recent,
             "min_context": min_context,
@@ -444,7 +406,3 @@ def read_config(vllm_config) -> tuple[ResolvedConfig, str | None]:
     keys = dict(vllm_config.additional_config[METHOD])
     draft_model = keys.pop("draft_model")
     return ResolvedConfig.from_dict(keys), draft_model
-
-
-def _round_up(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size) * block_size

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
-from vllm_triforce.config import check_head
+from vllm_triforce.config import check_draft
 
 
 def is_head(model: torch.nn.Module) -> bool:
@@ -22,7 +22,7 @@ def is_head(model: torch.nn.Module) -> bool:
 def aux_layers(vllm_config) -> list[int]:
     """Return the target's layers before which the head reads states; none for an MTP layer."""
     hf_config = vllm_config.speculative_config.draft_model_config.hf_config
-    return [] if check_head.is_mtp(hf_config) else hf_config.eagle_aux_hidden_state_layer_ids
+    return [] if check_draft.is_mtp(hf_config) else hf_config.eagle_aux_hidden_state_layer_ids
 
 
 def num_states(vllm_config) -> int:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
 from vllm.utils.mem_utils import format_gib
 
-from vllm_triforce.config.level2_model import level2_load_config, level2_model_config
+from vllm_triforce.config.level2 import level2_load_config, level2_model_config
 from vllm_triforce.core.own_layers import with_own_layers
 
 logger = init_logger("vllm.triforce")

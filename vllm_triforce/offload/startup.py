@@ -21,7 +21,7 @@ _GIB = 1 << 30
 def check_chosen_backend(vllm_config) -> None:
     """Check the attention backend that vLLM will choose, before weights load.
 
-    ``config/check_offload.py`` checks a backend that the user chose.
+    ``config/checks.py`` checks a backend that the user chose.
 
     Raises:
         ValueError: the backend does not read staged layers.

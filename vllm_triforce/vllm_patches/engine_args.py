@@ -7,18 +7,15 @@ the draft's distributions. All checks run here, before weights load.
 """
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_triforce.config import TriForceConfig, check_draft, check_head, checks
+from vllm_triforce.config import TriForceConfig, check_draft, checks
 from vllm_triforce.config.keys import METHOD
-from vllm_triforce.config.level2_model import check_level2_model
-from vllm_triforce.config.level2_support import fit_levels, limit_states, why_no_level2
-from vllm_triforce.config.refusal import refusing
+from vllm_triforce.config.level2 import check_level2_model, fit_levels, limit_states, why_no_level2
 from vllm_triforce.config.synthetic import (
     RATES_KEY,
     SYNTHETIC,
@@ -31,6 +28,7 @@ from vllm_triforce.vllm_patches.cli_args import (
     FLAGS,
     merge_flags,
     name_flags_in_refusals,
+    refusing,
     uses_triforce,
 )
 from vllm_triforce.vllm_patches.patch import install_in_engine, patch
@@ -58,9 +56,8 @@ _REJECTION_KEYS = (_REJECTION_KEY, RATES_KEY)
 # vLLM's methods while it reads a head's config. By another it would guess one from the path.
 _EAGLE3, _MTP = "eagle3", "mtp"
 
-# By their names, as the workers: they build on this package.
+# By their names: they build on this package.
 _PLATFORMS = "vllm_triforce.attention.platforms"
-
 _WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_triforce.worker.cpu.TriForceCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "vllm_triforce.worker.gpu.TriForceGPUWorker",
@@ -106,7 +103,8 @@ def _split(engine_args, target_model_config=None) -> tuple[TriForceConfig, dict[
     max_num_seqs = engine_args.max_num_seqs
     model, is_head = draft.get("model"), False
     if model and not config.is_plain:
-        is_head = check_head.is_head(_read_draft_config(draft, engine_args.trust_remote_code))
+        hf_config = check_draft.read_draft_config(draft, engine_args.trust_remote_code)
+        is_head = check_draft.is_head(hf_config)
     filled = config.with_defaults(can_adapt, model, has_fixed_shapes, max_num_seqs, is_head)
     if engine_args.enable_lora and config.num_speculative_tokens is None:
         max_tokens = max(1, _max_tokens_with_lora(engine_args))
@@ -132,11 +130,6 @@ def _max_tokens_with_lora(engine_args) -> int:
         num_seqs = min(num_tokens, scale * seqs_by_context[context])
         counts.append(num_tokens // (engine_args.max_num_seqs or num_seqs) - 1)
     return min(counts)
-
-
-def _read_draft_config(draft: dict[str, Any], trust_remote_code: bool):
-    pinned = {key: draft.get(key) for key in ("revision", "code_revision")}
-    return check_draft.read_draft_config(draft["model"], trust_remote_code, **pinned)
 
 
 @patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", "self, usage_context, headless")
@@ -170,8 +163,6 @@ def _prepare_args(engine_args) -> None:
         setattr(engine_args, name, None)
     config, draft = _split(engine_args)
     checks.check_selection(config)
-    if draft.get("model"):
-        _read_draft_config(draft, engine_args.trust_remote_code)
     if checks.is_cpu() and engine_args.block_size is None:
         engine_args.block_size = _CPU_BLOCK_SIZE
     _keep(engine_args, config, draft)
@@ -198,21 +189,23 @@ def _wrap_create_speculative_config(original):
         return _create(self, *args, **kwargs)
 
     def _create(self, target_model_config, target_parallel_config):
-        has_draft = _split(self)[1].get("model")
+        from vllm.config import SpeculativeConfig
+
+        has_draft = self.speculative_config.get("model")
         with refusing():
             _set_stock_config(self, target_model_config, target_parallel_config)
-        arguments = (self, target_model_config, target_parallel_config)
-        if not has_draft:  # vLLM gets the target in the draft's place
-            with _unchanged_draft():
-                speculative_config = original(*arguments)
-        else:
-            speculative_config = original(*arguments)
+        # Without a draft vLLM gets the target in its place, and would turn the config of a target
+        # with MTP layers into theirs.
+        override = swaps.DRAFT_OVERRIDE.during(SpeculativeConfig, staticmethod(_unchanged))
+        with nullcontext() if has_draft else override:
+            speculative_config = original(self, target_model_config, target_parallel_config)
+        if has_draft:
             with refusing():
                 _check_not_guessed(speculative_config, self.speculative_config["method"])
                 check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
             if speculative_config.method == _EAGLE3:
                 hf_config = speculative_config.draft_model_config.hf_config
-                layers = check_head.aux_layers(hf_config, target_model_config)
+                layers = check_draft.aux_layers(hf_config, target_model_config)
                 swaps.HEAD_LAYERS.set(hf_config, layers)
                 swaps.NUM_HEAD_LAYERS.set(hf_config, len(layers))
             # A head's blocks and steps are those of a draft with a separate cache.
@@ -225,18 +218,6 @@ def _wrap_create_speculative_config(original):
     return create_speculative_config
 
 
-@contextmanager
-def _unchanged_draft() -> Iterator[None]:
-    """Keep vLLM from turning the config of a target with MTP layers into theirs."""
-    from vllm.config import SpeculativeConfig
-
-    before = swaps.DRAFT_OVERRIDE.set(SpeculativeConfig, staticmethod(_unchanged))
-    try:
-        yield
-    finally:
-        swaps.DRAFT_OVERRIDE.set(SpeculativeConfig, staticmethod(before))
-
-
 def _unchanged(hf_config):
     """Return a draft's config as it is; at the top, since vLLM pickles it with the config."""
     return hf_config
@@ -245,7 +226,9 @@ def _unchanged(hf_config):
 def _check_not_guessed(speculative_config, method: str) -> None:
     """Refuse a draft that vLLM takes for one of another method, mostly because of its path."""
     hf_config = speculative_config.draft_model_config.hf_config
-    if speculative_config.method != method or (method == _MTP and not check_head.is_mtp(hf_config)):
+    if speculative_config.method != method or (
+        method == _MTP and not check_draft.is_mtp(hf_config)
+    ):
         raise ValueError(
             f"draft model {speculative_config.model!r}: vLLM takes it for a head of "
             f"{speculative_config.method!r}, by its path or its config. Rename its folder, or "
@@ -268,19 +251,18 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     """Check target and draft, and replace our keys by those of a stock ``SpeculativeConfig``."""
     checks.check_target(target_model_config, target_parallel_config)
     config, draft = _split(engine_args, target_model_config)
-    if kept := (engine_args.additional_config or {}).get(METHOD):
-        if why_no_level2(target_model_config, checks.is_cpu()) is None:
-            # Use the defaults that were filled in before vLLM filled in its own.
-            config = _read_kept(kept)
-        else:
-            _keep(engine_args, config, draft)
+    if why_no_level2(target_model_config, checks.is_cpu()) is None:
+        # Use the defaults that were filled in before vLLM filled in its own.
+        config = _read_kept(engine_args.additional_config)[0]
+    else:
+        _keep(engine_args, config, draft)
     method = "draft_model"
     if draft.get("model"):
-        hf_config = _read_draft_config(draft, engine_args.trust_remote_code)
+        hf_config = check_draft.read_draft_config(draft, engine_args.trust_remote_code)
         check_draft.check_draft(draft["model"], hf_config, target_model_config, config)
-        if check_head.is_head(hf_config):
-            check_head.check_head(draft["model"], hf_config, target_model_config)
-            is_mtp = check_head.is_mtp(hf_config)
+        if check_draft.is_head(hf_config):
+            check_draft.check_head(draft["model"], hf_config, target_model_config)
+            is_mtp = check_draft.is_mtp(hf_config)
             method = _MTP if is_mtp else _EAGLE3
             if is_mtp:  # of the target's checkpoint
                 for key in ("quantization", "revision", "code_revision"):
@@ -298,14 +280,18 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     }
 
 
-def _read_kept(kept: dict[str, Any]) -> TriForceConfig:
-    """Read what ``_keep`` has kept."""
-    return TriForceConfig.from_dict({k: v for k, v in kept.items() if k != "draft_model"})
+def _read_kept(additional_config) -> tuple[TriForceConfig, str | None]:
+    """Read our keys and the draft model that ``_keep`` has kept."""
+    kept = dict(additional_config[METHOD])
+    draft_model = kept.pop("draft_model")
+    return TriForceConfig.from_dict(kept), draft_model
 
 
 def _finish_config(vllm_config):
     """Resolve our keys, check them against the engine's, and set worker and scheduler classes."""
-    config = _read_kept(vllm_config.additional_config[METHOD])
+    from vllm.platforms import current_platform
+
+    config, draft_model = _read_kept(vllm_config.additional_config)
     block_size = vllm_config.cache_config.block_size
     resolved = config.resolve(block_size)
     given = config.retrieval_budget
@@ -322,9 +308,8 @@ def _finish_config(vllm_config):
         check_level2_model(resolved.level2_model, vllm_config)
     if vllm_config.speculative_config.rejection_sample_method == SYNTHETIC:
         logger.warning(WARNING)
-    draft_model = vllm_config.additional_config[METHOD]["draft_model"]
     vllm_config.additional_config[METHOD] = {**resolved.to_dict(), "draft_model": draft_model}
-    _check_platform()
+    importlib.import_module(_PLATFORMS).platform_for(current_platform)  # refuses others
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in _WORKERS:
         raise ValueError(
@@ -349,13 +334,6 @@ def _finish_config(vllm_config):
         sources = ", ".join(resolved.sources)
         logger.info("TriForce drafts from %s. Level 2 takes no part: %s.", sources, reason)
     return vllm_config
-
-
-def _check_platform() -> None:
-    """Refuse platforms without sparse attention, before any weights load."""
-    from vllm.platforms import current_platform
-
-    importlib.import_module(_PLATFORMS).platform_for(current_platform)
 
 
 def _choose_scheduler(vllm_config) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_triforce.config.supported import SUPPORTED_VLLM
+from vllm_triforce.config.keys import SUPPORTED_VLLM
 
 # Attribute of a patched class: names of its wrapped attributes.
 _APPLIED = "_triforce_patches"

@@ -41,11 +41,17 @@ class Swap:
     @contextmanager
     def during(self, owner: Any, value: Any) -> Iterator[None]:
         """Set the attribute while entered."""
-        before = self.set(owner, value)
+        # By ``vars``, so that a static method stays one and nothing inherited is copied.
+        attribute, missing = self.name.rpartition(".")[2], object()
+        before = vars(owner).get(attribute, missing)
+        self.set(owner, value)
         try:
             yield
         finally:
-            self.set(owner, before)
+            if before is missing:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, before)
 
 
 DRAFTER = Swap("GPUModelRunner (V1).drafter")

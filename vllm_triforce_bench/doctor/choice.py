@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_triforce.config import read_config
 from vllm_triforce.config.keys import METHOD
-from vllm_triforce.config.level2_model import check_level2_model
+from vllm_triforce.config.level2 import check_level2_model
 from vllm_triforce_bench.doctor.layers import Layers
 from vllm_triforce_bench.doctor.memory import level2_model_bytes
 from vllm_triforce_bench.predict.settings import DRAFT, Acceptance, settings, sources_of

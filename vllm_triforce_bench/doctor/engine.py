@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_triforce.config.checks import is_cpu
 from vllm_triforce.config.keys import METHOD
-from vllm_triforce.config.level2_support import why_no_level2
+from vllm_triforce.config.level2 import why_no_level2
 from vllm_triforce_bench.options import BadInput
 
 

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 import vllm_triforce
-from vllm_triforce.config.supported import SUPPORTED_VLLM, is_supported
+from vllm_triforce.config.keys import SUPPORTED_VLLM, is_supported
 
 _GROUP, _NAME = "vllm.general_plugins", "triforce"
 LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "xformers")

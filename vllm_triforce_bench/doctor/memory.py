@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vllm_triforce.config import read_config
-from vllm_triforce.config.level2_model import DTYPES, online_schemes
+from vllm_triforce.config.level2 import DTYPES, online_schemes
 from vllm_triforce_bench.doctor.layers import Layers, weight_bytes_of_copy
 from vllm_triforce_bench.predict.steps import OTHER_BYTES
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.config.level2_model import DTYPES
+from vllm_triforce.config.level2 import DTYPES
 
 _PRIVATE = (
     # Addresses, mail, IP addresses, hosts.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_triforce.config.check_head import is_head, is_mtp
+from vllm_triforce.config.check_draft import is_head, is_mtp
 
 
 @dataclass(frozen=True)

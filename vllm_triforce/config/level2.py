@@ -1,11 +1,32 @@
-"""Configuration of level 2's copy of the target (``level2_model``), and its checks."""
+"""Level 2's conditions: its copy of the target (``level2_model``), and targets it steps aside for.
+
+Level 2 runs the target over a part of its KV cache. Where the attention has no such part, drafts go
+straight to the full pass, as with ``levels="1,3"``. All checks raise a ``ValueError``.
+"""
 
 import copy
-from dataclasses import replace
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+from vllm_triforce.config.check_draft import has_alibi, has_sinks
+from vllm_triforce.config.keys import KEYS
+from vllm_triforce.config.triforce_config import TriForceConfig
+
 DTYPES = ("bfloat16", "float16", "float32")
+
+# Tokens of a proposal by default, if layers keep a state for each.
+_MAX_STATES = 4
+
+# Keys that have no use without level 2.
+_LEVEL2_KEYS = (
+    "level2_model",
+    "retrieval_budget",
+    "retrieval_recent_tokens",
+    "refresh_interval",
+    "selection",
+    "kv_offload_gib",
+)
 
 
 def online_schemes(target_config) -> dict[str, Any]:
@@ -17,7 +38,6 @@ def online_schemes(target_config) -> dict[str, Any]:
 
     if target_config.dtype.itemsize != 2:
         return {}
-
     has_experts = target_config.get_num_experts() > 0
     schemes = {
         name: scheme
@@ -105,20 +125,14 @@ def _remedy(target_config) -> str:
     """List the values that fit the target."""
     values: list[str] = []
     if target_config.quantization is None:
-        schemes = online_schemes(target_config)
-        values = [*schemes] if schemes else ["bfloat16", "float16"]
+        values = [*online_schemes(target_config)] or ["bfloat16", "float16"]
     return ", ".join([*map(repr, values), "a checkpoint of the target with fewer bits a weight"])
 
 
 def check_level2_model(name: str, vllm_config) -> None:
     """Refuse a copy that cannot be loaded here, or cannot share the target's KV cache.
 
-    Args:
-        name: value of ``level2_model``.
-        vllm_config: of the engine.
-
-    Raises:
-        ValueError: it is such a copy; the message names the field that differs.
+    The message names the field that differs.
     """
     from vllm.config import VllmConfig
 
@@ -129,8 +143,8 @@ def check_level2_model(name: str, vllm_config) -> None:
             "the target alone. Leave one of them out."
         )
     config = level2_model_config(name, target_config)
-    copy_shape, target_shape = _shape(config), _shape(target_config)
-    for field, value in target_shape.items():
+    copy_shape = _shape(config)
+    for field, value in _shape(target_config).items():
         if copy_shape[field] != value:
             raise ValueError(
                 f"level2_model={name!r} is another model than the target {target_config.model!r}: "
@@ -150,11 +164,10 @@ def level2_load_config(config, vllm_config) -> Any:
     """Return vLLM's ``LoadConfig`` of the copy; another checkpoint may be in another format."""
     load_config = vllm_config.load_config
     is_same_checkpoint = config.model == vllm_config.model_config.model
-    if load_config.load_format == "dummy" or (
-        is_same_checkpoint and load_config.load_format != "ipc_cache"
-    ):
+    load_format = load_config.load_format
+    if load_format == "dummy" or (is_same_checkpoint and load_format != "ipc_cache"):
         return load_config
-    return replace(load_config, load_format="auto", model_loader_extra_config={})
+    return dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={})
 
 
 def _shape(model_config) -> dict[str, Any]:
@@ -170,3 +183,74 @@ def _shape(model_config) -> dict[str, Any]:
         "vocab_size": model_config.get_vocab_size(),
         **{name: getattr(text, name, None) for name in windows},
     }
+
+
+def why_no_level2(model_config, is_cpu: bool) -> str | None:
+    """Return why level 2 takes no part in speculating for a target; None if it does.
+
+    Args:
+        model_config: vLLM's, of the target.
+    """
+    if has_recurrent_layers(model_config):
+        return "its linear-attention or state-space layers keep no KV cache to retrieve from"
+    if model_config.use_mla:
+        return "its multi-head latent attention (MLA) caches no keys per head to select by"
+    if has_alibi(model_config):
+        return "layers with ALiBi stay dense, and it has no others"
+    if (window := _window_of_all_layers(model_config)) is not None:
+        return f"each of its layers has a window of {window} tokens, with nothing beyond it to read"
+    if not is_cpu and has_sinks(model_config):
+        return "level 2's attention on GPUs has no attention sinks yet"
+    text_config = model_config.hf_text_config
+    if text_config.model_type.startswith("mimo_v2"):
+        # With two lengths vLLM takes a DIFFKV backend for the full attention (``MiMoV2Attention``).
+        key, value = text_config.head_dim, getattr(text_config, "v_head_dim", None)
+        if value not in (None, key):
+            return f"its keys have {key} numbers and its values {value}; level 2 takes one length"
+    return None
+
+
+def has_recurrent_layers(model_config) -> bool:
+    """True if some layers carry a state from token to token."""
+    return model_config.is_attention_free or model_config.is_hybrid or model_config.has_inner_state
+
+
+def _window_of_all_layers(model_config) -> int | None:
+    """Return the window in tokens; None if some layers read the whole context.
+
+    As ``EngineArgs.create_engine_config`` in vllm/engine/arg_utils.py.
+    """
+    layer_types = getattr(model_config.hf_text_config, "layer_types", None) or ()
+    if any(layer_type != "sliding_attention" for layer_type in layer_types):
+        return None
+    return model_config.get_sliding_window()
+
+
+def fit_levels(config: TriForceConfig, model_config, is_cpu: bool) -> TriForceConfig:
+    """Leave level 2 out of the keys that a user gave, if it takes no part with the target.
+
+    A key that asks for level 2 all the same is refused.
+    """
+    reason = why_no_level2(model_config, is_cpu)
+    if reason is None:
+        return config
+    given = {n: v for n in _LEVEL2_KEYS if (v := getattr(config, n)) != KEYS[n][0].default}
+    if config.levels in ("2,3", "3"):
+        given["levels"] = config.levels
+    for name, value in given.items():
+        raise ValueError(
+            f"{name}={value!r} is not supported with target {model_config.model!r}: {reason}, so "
+            "level 2 takes no part. Leave it out."
+        )
+    return dataclasses.replace(config, levels="1,3")
+
+
+def limit_states(config: TriForceConfig, model_config) -> TriForceConfig:
+    """Limit the default length of proposals where vLLM keeps a recurrent state for each token.
+
+    Qwen3.8-27B has 150 MB of states a request and token.
+    """
+    if not has_recurrent_layers(model_config):
+        return config
+    length = min(config.num_speculative_tokens, _MAX_STATES)
+    return dataclasses.replace(config, num_speculative_tokens=length)
