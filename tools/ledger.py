@@ -1,10 +1,11 @@
-"""Fill in the column "where" of the tables of patches/README.md, and check their rows.
+"""Write the tables of patches/README.md.
 
-Each patch and each swap has one row, with the reason and the condition for its removal, written by
-hand.
+That of wrapped methods is generated from the declarations of the patches. In that of objects, each
+swap has a row with its reason and the condition for its removal, written by hand, and the column of
+files is filled in.
 
-python tools/ledger.py            # write the column
-python tools/ledger.py --check    # exit with 1 if it is out of date
+python tools/ledger.py            # write the tables
+python tools/ledger.py --check    # exit with 1 if they are out of date
 """
 
 import re
@@ -16,46 +17,47 @@ LEDGER = ROOT / "patches" / "README.md"
 PACKAGE = ROOT / "vllm_triforce"
 
 
-def users_by_table() -> dict[str, dict[str, list[str]]]:
-    """List the files of each patch and swap, by table and by the name in its row."""
+def written(text: str) -> str:
+    """Return the ledger with its tables written.
+
+    Raises:
+        ValueError: a table is missing; a swap has no row, no reason or no user; or a row no swap.
+    """
     from vllm_triforce.vllm_patches import PATCHES
     from vllm_triforce.vllm_patches.swaps import SWAPS
 
-    return {
-        "methods": {p.name: [_file_of(p.wrap.__module__)] for p in PATCHES},
-        "objects": {swap.name: _users(name) for name, swap in SWAPS.items()},
-    }
+    methods = [(p.name, [_file_of(p.wrap.__module__)], p.why, p.until) for p in PATCHES]
+    text = _with_table(text, "methods", lambda _: methods)
+    users = {swap.name: _users(name) for name, swap in SWAPS.items()}
+    return _with_table(text, "objects", lambda rows: _with_files(rows, users))
 
 
-def written(text: str) -> str:
-    """Return the ledger with its column of files filled in.
-
-    Raises:
-        ValueError: a table, a row or its reason is missing, or a row has no patch or swap.
-    """
-    for table, users in users_by_table().items():
-        begin, end = f"<!-- {table}: checked by tools/ledger.py -->\n", f"<!-- end of {table} -->"
-        before, found, rest = text.partition(begin)
-        body, found_end, after = rest.partition(end)
-        if not found or not found_end:
-            raise ValueError(f"{LEDGER.name} has no place for {table!r}: {begin!r} to {end!r}")
-        head, rule, *rows = body.splitlines(keepends=True)
-        names = [row.split("`")[1] for row in rows]
-        if sorted(names) != sorted(users):
-            wrong = sorted({*names} ^ users.keys()) or "a name twice"
-            raise ValueError(f"rows of {table} in {LEDGER.name} without a patch, or none: {wrong}")
-        rows = [_with_files(row, users[name]) for row, name in zip(rows, names)]
-        text = "".join((before, begin, head, rule, *rows, end, after))
-    return text
+def _with_table(text: str, name: str, make_rows) -> str:
+    """Replace a table's rows by those that ``make_rows`` makes of their old lines."""
+    begin, end = f"<!-- {name}: made by tools/ledger.py -->\n", f"<!-- end of {name} -->"
+    before, found, rest = text.partition(begin)
+    body, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"{LEDGER.name} has no place for {name!r}: {begin!r} to {end!r}")
+    head, rule, *lines = body.splitlines(keepends=True)
+    rows = [
+        f"| `{what}` | {', '.join(f'`{file}`' for file in files)} | {why} | {until} |\n"
+        for what, files, why, until in make_rows(lines)
+    ]
+    return "".join((before, begin, head, rule, *rows, end, after))
 
 
-def _with_files(row: str, files: list[str]) -> str:
-    what, _, why, until = [cell.strip() for cell in row.strip().strip("|").split(" | ")]
-    if not files:
-        raise ValueError(f"nobody uses {what}: delete it")
-    if not why or not until:
-        raise ValueError(f"{what} has no reason, or no condition for its removal")
-    return f"| {what} | {', '.join(f'`{file}`' for file in files)} | {why} | {until} |\n"
+def _with_files(lines: list[str], users: dict[str, list[str]]) -> list[tuple]:
+    cells = [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in lines]
+    rows = {what.strip("`"): (why, until) for what, _, why, until in cells}
+    if wrong := rows.keys() ^ users.keys():
+        raise ValueError(f"{sorted(wrong)} have a row of {LEDGER.name} without a swap, or no row")
+    for what, (why, until) in rows.items():
+        if not users[what]:
+            raise ValueError(f"nobody uses {what!r}: delete it")
+        if not why or not until:
+            raise ValueError(f"{what!r} has no reason, or no condition for its removal")
+    return [(what, users[what], *reasons) for what, reasons in rows.items()]
 
 
 def _file_of(module: str) -> str:

@@ -11,7 +11,7 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from vllm_triforce.core.messages import RequestReport, StepPlan, StepReport, attach_plan
 from vllm_triforce.core.messages import attach_report as send
-from vllm_triforce.scheduler.stats import PaddingStatsMixin, send_request_metrics
+from vllm_triforce.scheduler.stats import StatsMixin, send_request_metrics
 
 NUM_PLANNED = 6
 
@@ -47,11 +47,13 @@ class VLLMs:
         return stats
 
 
-class Ours(PaddingStatsMixin, VLLMs):
+class Ours(StatsMixin, VLLMs):
+    pads_drafts = True
+
     def update_from_output(self, scheduler_output, model_runner_output):
-        self.start_counting_padding(scheduler_output, model_runner_output)
+        self.start_counting(scheduler_output, model_runner_output)
         stats = super().update_from_output(scheduler_output, model_runner_output)
-        self.remove_padding_from_request_metrics()
+        self.remove_padding()
         return stats
 
     def step(self, number: int, accepted: dict[str, int], report=None, invalid=None, waiting=()):

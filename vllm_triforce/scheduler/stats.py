@@ -1,14 +1,12 @@
 """Corrections of vLLM's speculation metrics (``vllm:spec_decode_*``) and of level 3's counters.
 
-``PaddingStatsMixin``: an asynchronous scheduler pads proposals to their planned lengths. vLLM
-counts the padding as drafted, and as accepted where the target emits the padding token. The report
-in the same output gives the true lengths (``core/messages.py``).
+Padding: an asynchronous scheduler pads proposals to their planned lengths. vLLM counts the padding
+as drafted, and as accepted where the target emits the padding token. The report in the same output
+gives the true lengths (``core/messages.py``).
 
-Each scheduler's ``update_from_output()`` calls these in order (``v1.py``, ``v2.py``).
-
-``OutcomeStatsMixin``: a request may leave during a step, because its client has gone or the front
-end found a stop string. vLLM then discards the step's tokens and leaves them out of its metrics.
-Workers do not see this, so the scheduler's counts of outcomes replace theirs.
+Outcomes: a request may leave during a step, because its client has gone or the front end found a
+stop string. vLLM then discards the step's tokens and leaves them out of its metrics. Workers do not
+see this, so the scheduler's counts of outcomes replace theirs.
 """
 
 from dataclasses import replace
@@ -19,12 +17,26 @@ from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.scheduler import SchedulerBase
 
+# Fields of LevelCounters that LevelCounters.add_full_pass() changes.
+_OUTCOMES = (
+    "num_level3_steps",
+    "num_level2_drafted",
+    "num_level2_accepted",
+    "num_level3_rejections",
+)
 
-class PaddingStatsMixin(SchedulerBase):
-    """Mixin for asynchronous schedulers: vLLM's speculation metrics leave out padding.
 
-    If a step's report is missing, vLLM's counts stand.
+class StatsMixin(SchedulerBase):
+    """Mixin for vLLM's schedulers: counts outcomes of full passes as vLLM does, without padding.
+
+    ``update_from_output()`` calls ``start_counting()`` before vLLM's, ``send_counts()`` after it.
     """
+
+    pads_drafts = False
+    """True if drafts of a step may be padding. If a step's report is missing, vLLM's counts stand.
+    """
+    _outcomes: LevelCounters | None = None
+    """Outcomes of the current step; None without drafts."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -32,52 +44,24 @@ class PaddingStatsMixin(SchedulerBase):
         """Proposed tokens of requests that have not been scheduled since, by request id."""
         self._verified: dict[str, int] = {}
         """Proposed tokens that the current step verified, by request id."""
-        self._snapshots: list[tuple[Any, int, list[int], int]] = []
-        """``_request_metrics()`` before the current step."""
+        self._recounts: list[tuple[Any, tuple[int, int], tuple[int, int]]] = []
+        """Requests' metrics with drafted and accepted tokens: vLLM's, and those without padding."""
 
-    def start_counting_padding(self, scheduler_output, model_runner_output) -> None:
-        """Note the verified tokens of the step, before vLLM counts them."""
-        self._verified, self._snapshots = {}, []
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        report = report_of(model_runner_output)
-        if drafts or self._unverified or (report is not None and report.proposed):
-            self._verified = self._verified_in(scheduler_output, model_runner_output)
-        if self._verified and self.spec_decode_metrics_level != "none":
-            self._snapshots = self._request_metrics()
+    def start_counting(self, scheduler_output, model_runner_output) -> None:
+        """Drop the worker's counts of the step, and note the tokens that it verified."""
+        self._outcomes = None
+        if sent := carrier.attached(model_runner_output):
+            for name in _OUTCOMES:
+                sent.pop(name, None)
+        if self.pads_drafts:
+            self._verified, self._recounts = {}, []
+            self._note_verified(scheduler_output, model_runner_output)
 
-    def remove_padding_from_request_metrics(self) -> None:
-        """Count the step again for requests whose metrics vLLM has changed."""
-        for metrics, proposed, histogram, num_drafted in self._snapshots:
-            if metrics.histogram != histogram:
-                self._recount(metrics, proposed, histogram, num_drafted)
-
-    def make_spec_decoding_stats(
-        self,
-        spec_decoding_stats,
-        num_draft_tokens,
-        num_accepted_tokens,
-        num_invalid_spec_tokens,
-        request_id,
-    ):
-        if request_id in self._verified:
-            # Tokens that a grammar rejects are at the end.
-            num_draft_tokens -= (num_invalid_spec_tokens or {}).get(request_id, 0)
-            num_draft_tokens = min(num_draft_tokens, self._verified[request_id])
-            num_accepted_tokens = min(num_accepted_tokens, num_draft_tokens)
-            num_invalid_spec_tokens = None
-            if num_draft_tokens <= 0:
-                return spec_decoding_stats
-        return super().make_spec_decoding_stats(
-            spec_decoding_stats,
-            num_draft_tokens,
-            num_accepted_tokens,
-            num_invalid_spec_tokens,
-            request_id,
-        )
-
-    def _verified_in(self, scheduler_output, model_runner_output) -> dict[str, int]:
-        """Count the proposed tokens that the step verified, by request id."""
+    def _note_verified(self, scheduler_output, model_runner_output) -> None:
         plan, report = plan_of(scheduler_output), report_of(model_runner_output)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if not (drafts or self._unverified or (report is not None and report.proposed)):
+            return
         if report is not None:
             alive = {
                 request_id: n
@@ -88,69 +72,11 @@ class PaddingStatsMixin(SchedulerBase):
                 request_id: proposal.num_tokens for request_id, proposal in report.proposed.items()
             }
         is_last = plan is not None and report is not None and report.number == plan.number - 1
-        drafts, verified = scheduler_output.scheduled_spec_decode_tokens, {}
         for request_id in scheduler_output.num_scheduled_tokens:
             # A report leaves out requests without a proposal.
             proposed = self._unverified.pop(request_id, 0 if is_last else None)
             if request_id in drafts and proposed is not None:
-                verified[request_id] = min(proposed, len(drafts[request_id]))
-        return verified
-
-    def _request_metrics(self) -> list[tuple[Any, int, list[int], int]]:
-        """Snapshot vLLM's per-request metrics before the step is counted.
-
-        Returns:
-            For each verified request: the metrics object, the number of proposed tokens, and copies
-            of the histogram of accepted tokens and of the number of drafted tokens.
-        """
-        return [
-            (metrics, proposed, list(metrics.histogram), metrics.num_draft_tokens)
-            for request_id, proposed in self._verified.items()
-            if (metrics := getattr(self.requests.get(request_id), "spec_decode_metrics", None))
-        ]
-
-    def _recount(self, metrics, proposed: int, histogram: list[int], num_drafted: int) -> None:
-        """Replace the counts that vLLM just added for a request by those without padding.
-
-        The request may have left already; its output holds the same metrics object.
-        """
-        accepted = [now - before for now, before in zip(metrics.histogram, histogram)].index(1)
-        drafted = min(proposed, metrics.num_draft_tokens - num_drafted)
-        metrics.histogram, metrics.num_draft_tokens = histogram, num_drafted
-        is_detailed = self.spec_decode_metrics_level == "detailed"
-        if is_detailed:
-            metrics.per_step_accepted.pop()
-            metrics.per_step_drafted.pop()
-        if drafted > 0:
-            metrics.observe(drafted, min(accepted, drafted), detailed=is_detailed)
-
-
-# Fields of LevelCounters that LevelCounters.add_full_pass() changes.
-_OUTCOMES = (
-    "num_level3_steps",
-    "num_level2_drafted",
-    "num_level2_accepted",
-    "num_level3_rejections",
-)
-
-
-class OutcomeStatsMixin(SchedulerBase):
-    """Mixin for vLLM's schedulers: counts outcomes of full passes as vLLM does."""
-
-    _outcomes: LevelCounters | None = None
-    """Outcomes of the current step; None without drafts."""
-
-    def start_counting_outcomes(self, model_runner_output) -> None:
-        """Drop the worker's counts of the step."""
-        self._outcomes = None
-        if sent := carrier.attached(model_runner_output):
-            for name in _OUTCOMES:
-                sent.pop(name, None)
-
-    def send_outcomes(self, outputs) -> None:
-        """Send the counts of ``make_spec_decoding_stats()``."""
-        if self._outcomes is not None and self._outcomes.num_level3_steps:
-            carrier.put(outputs, {name: getattr(self._outcomes, name) for name in _OUTCOMES})
+                self._verified[request_id] = min(proposed, len(drafts[request_id]))
 
     def make_spec_decoding_stats(
         self,
@@ -160,10 +86,21 @@ class OutcomeStatsMixin(SchedulerBase):
         num_invalid_spec_tokens,
         request_id,
     ):
-        num_invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
+        # Tokens that a grammar rejects are at the end.
+        num_valid = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if request_id in self._verified:
+            counted = num_valid, num_accepted_tokens
+            num_valid = num_draft_tokens = min(num_valid, self._verified[request_id])
+            num_accepted_tokens = min(num_accepted_tokens, num_valid)
+            num_invalid_spec_tokens = None
+            # vLLM is about to count the step in the request's own metrics.
+            if metrics := self.requests[request_id].spec_decode_metrics:
+                self._recounts.append((metrics, counted, (num_valid, num_accepted_tokens)))
+            if num_valid <= 0:
+                return spec_decoding_stats
         if self._outcomes is None:
             self._outcomes = LevelCounters()
-        self._outcomes.add_full_pass(num_draft_tokens - num_invalid, num_accepted_tokens)
+        self._outcomes.add_full_pass(num_valid, num_accepted_tokens)
         return super().make_spec_decoding_stats(
             spec_decoding_stats,
             num_draft_tokens,
@@ -171,6 +108,25 @@ class OutcomeStatsMixin(SchedulerBase):
             num_invalid_spec_tokens,
             request_id,
         )
+
+    def send_counts(self, outputs) -> None:
+        """Send the outcomes of ``make_spec_decoding_stats()``, and requests' corrected metrics."""
+        if self._outcomes is not None:
+            carrier.put(outputs, {name: getattr(self._outcomes, name) for name in _OUTCOMES})
+        self.remove_padding()
+        send_request_metrics(self, outputs)
+
+    def remove_padding(self) -> None:
+        """Count the step again in metrics of requests, whose outputs hold the same objects."""
+        is_detailed = self.spec_decode_metrics_level == "detailed"
+        for metrics, (padded, emitted), (drafted, accepted) in self._recounts:
+            metrics.histogram[emitted] -= 1
+            metrics.num_draft_tokens -= padded
+            if is_detailed:
+                metrics.per_step_accepted.pop()
+                metrics.per_step_drafted.pop()
+            if drafted > 0:
+                metrics.observe(drafted, accepted, detailed=is_detailed)
 
 
 def send_request_metrics(scheduler, outputs) -> None:

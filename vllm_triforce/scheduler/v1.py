@@ -16,16 +16,10 @@ from vllm_triforce.core.messages import drafts_of
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
 from vllm_triforce.scheduler.placeholders import drop_placeholders
-from vllm_triforce.scheduler.stats import OutcomeStatsMixin, send_request_metrics
+from vllm_triforce.scheduler.stats import StatsMixin
 
 
-class TriForceScheduler(
-    LookaheadMixin,
-    PrefixCacheMixin,
-    OutcomeStatsMixin,
-    GrammarMaskMixin,
-    Scheduler,
-):
+class TriForceScheduler(LookaheadMixin, PrefixCacheMixin, StatsMixin, GrammarMaskMixin, Scheduler):
     """vLLM's scheduler without placeholder drafts, for Model Runner V1."""
 
     has_drafts_of_step = False
@@ -58,21 +52,17 @@ class TriForceScheduler(
             )
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        self.start_counting_outcomes(model_runner_output)
+        self.start_counting(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.send_outcomes(outputs)
-        self._take_drafts(model_runner_output)
-        send_request_metrics(self, outputs)
-        return outputs
-
-    def _take_drafts(self, model_runner_output) -> None:
-        """Take the drafts from a step's output, as the engine core would after the step."""
+        self.send_counts(outputs)
         message = drafts_of(model_runner_output)
         self.has_drafts_of_step = message is not None
         if message is not None:
             self.expects_proposals = message.expects_proposals
+            # As the engine core would after the step.
             if message.drafts is not None:
                 self.update_draft_token_ids(message.drafts)
+        return outputs
 
     def _may_propose(self, request_id: str, resumed: Collection[str]) -> bool:
         """True if the worker may propose for the request in this step.

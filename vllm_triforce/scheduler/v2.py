@@ -12,9 +12,8 @@ The report also names requests whose logits had a NaN; they get no further plans
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -35,20 +34,15 @@ from vllm_triforce.core.messages import (
 )
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
-from vllm_triforce.scheduler.lookahead import LookaheadMixin, Needs, PrefixCacheMixin, has_seed
-from vllm_triforce.scheduler.stats import OutcomeStatsMixin, PaddingStatsMixin, send_request_metrics
+from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
+from vllm_triforce.scheduler.stats import StatsMixin
 
 
-class StepPlanMixin(SchedulerBase):
+class StepPlanMixin(LookaheadMixin, StatsMixin):
     """Mixin for vLLM's schedulers: each step carries its plan."""
 
     clock = staticmethod(time.perf_counter)
-    _next_needs: Callable[[], Needs]
-    _share_tokens: Callable[[Mapping[str, int], Needs], dict[str, int]]
-    _lend: Callable[[Any, Mapping[str, int], Needs], dict[str, int]]
-    """``LookaheadMixin``'s, as those above."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -212,12 +206,23 @@ class StepPlanMixin(SchedulerBase):
 
     def _num_left(self, request) -> int:
         """Count the tokens that a request may still emit, without those in flight."""
-        end = request.num_prompt_tokens + request.max_tokens
-        return min(end, self.max_model_len) - request.num_tokens
+        return self._limit(request) - request.num_tokens
 
     # After a step.
 
-    def learn_from_report(self, scheduler_output, model_runner_output) -> None:
+    def update_from_output(self, scheduler_output, model_runner_output):
+        self._learn_from_report(scheduler_output, model_runner_output)
+        self.start_counting(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.send_counts(outputs)
+        if self.decisions is not None and (sums := self.decisions.controller.break_even.take()):
+            counters = LevelCounters()
+            counters.add_step_seconds(**sums)
+            added = carrier.flatten(counters)
+            carrier.put(outputs, {name: added[name] for name in sums})
+        return outputs
+
+    def _learn_from_report(self, scheduler_output, model_runner_output) -> None:
         """Pass the outcomes and the time of a step to the controller."""
         plan, report = plan_of(scheduler_output), report_of(model_runner_output)
         if report is not None:
@@ -237,15 +242,6 @@ class StepPlanMixin(SchedulerBase):
                 seconds = report.seconds
             step = self._step_seen(scheduler_output, plan.number, outcomes, seconds)
             self.decisions.on_step_end(step)
-
-    def send_break_even(self, outputs) -> None:
-        """Send the controller's counters of the step."""
-        if self.decisions is None or not (sums := self.decisions.controller.break_even.take()):
-            return
-        counters = LevelCounters()
-        counters.add_step_seconds(**sums)
-        added = carrier.flatten(counters)
-        carrier.put(outputs, {name: added[name] for name in sums})
 
     def _step_seen(
         self,
@@ -305,43 +301,11 @@ def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outc
     return outcomes
 
 
-class TriForceSchedulerV2(
-    StepPlanMixin,
-    LookaheadMixin,
-    PrefixCacheMixin,
-    OutcomeStatsMixin,
-    GrammarMaskMixin,
-    Scheduler,
-):
+class TriForceSchedulerV2(StepPlanMixin, PrefixCacheMixin, GrammarMaskMixin, Scheduler):
     """Synchronous scheduler: waits for each step's proposals and has them verified."""
 
-    def update_from_output(self, scheduler_output, model_runner_output):
-        self.learn_from_report(scheduler_output, model_runner_output)
-        self.start_counting_outcomes(model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.send_outcomes(outputs)
-        self.send_break_even(outputs)
-        send_request_metrics(self, outputs)
-        return outputs
 
-
-class TriForceAsyncSchedulerV2(
-    StepPlanMixin,
-    LookaheadMixin,
-    PaddingStatsMixin,
-    OutcomeStatsMixin,
-    GrammarMaskMixin,
-    AsyncScheduler,
-):
+class TriForceAsyncSchedulerV2(StepPlanMixin, GrammarMaskMixin, AsyncScheduler):
     """Asynchronous scheduler: each step verifies the planned number of tokens, with padding."""
 
-    def update_from_output(self, scheduler_output, model_runner_output):
-        self.learn_from_report(scheduler_output, model_runner_output)
-        self.start_counting_padding(scheduler_output, model_runner_output)
-        self.start_counting_outcomes(model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.send_outcomes(outputs)
-        self.send_break_even(outputs)
-        self.remove_padding_from_request_metrics()
-        send_request_metrics(self, outputs)
-        return outputs
+    pads_drafts = True

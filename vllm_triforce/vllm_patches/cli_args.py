@@ -63,6 +63,9 @@ class _WholeFlag(str):
 
 _FLAG = _WholeFlag("--speculative-model")
 
+# Condition of the ledger under which patches can be deleted.
+REGISTRY = "vLLM has a registry of out-of-tree speculative methods"
+
 _CLI_HELP = (
     "Speculate with TriForce, hierarchical speculative decoding for long sequences, with its "
     "default settings and prompt lookup as level 1. Settings, and a draft model, go into "
@@ -71,7 +74,12 @@ _CLI_HELP = (
 )
 
 
-@patch("vllm.engine.arg_utils:EngineArgs.add_cli_args", "parser")
+@patch(
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+    "parser",
+    why="adds `--speculative-model triforce`, and `triforce` to the choices of `--spec-method`",
+    until=REGISTRY,
+)
 def _wrap_add_cli_args(original):
     def add_cli_args(parser, *args, **kwargs):
         parser = original(parser, *args, **kwargs)
@@ -88,7 +96,13 @@ def _wrap_add_cli_args(original):
     return add_cli_args
 
 
-@patch("vllm.engine.arg_utils:EngineArgs.from_cli_args", "cls, args")
+@patch(
+    "vllm.engine.arg_utils:EngineArgs.from_cli_args",
+    "cls, args",
+    why="turns the flag into `speculative_config`; an engine with a refused setting ends with its "
+    "message alone, without a traceback",
+    until=REGISTRY,
+)
 def _wrap_from_cli_args(original):
     def from_cli_args(cls, args):
         engine_args = original(cls, args)

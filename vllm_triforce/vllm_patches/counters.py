@@ -4,10 +4,16 @@ from vllm_triforce.config.keys import METHOD
 from vllm_triforce.metrics import carrier
 from vllm_triforce.vllm_patches.patch import patch
 
+_UNTIL = "`SchedulerStats` has a field for out-of-tree figures"
+
 
 @patch(
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
     "self, scheduler_output, model_runner_output",
+    why="puts the counters attached to a worker's output into `SchedulerStats`, as `triforce:...` "
+    "keys of the dict `num_kv_fetch_reqs_by_stage`: messages are decoded by type, and this field "
+    "accepts any key",
+    until=_UNTIL,
 )
 def _into_scheduler_stats(original):
     def update_from_output(self, scheduler_output, model_runner_output, *args, **kwargs):
@@ -19,7 +25,13 @@ def _into_scheduler_stats(original):
     return update_from_output
 
 
-@patch("vllm.v1.metrics.loggers:StatLoggerManager.__init__", None)
+@patch(
+    "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+    None,
+    why="registers our Prometheus counters. The entry point `vllm.stat_logger_plugins` does not "
+    "serve: its presence turns statistics on under `--disable-log-stats`",
+    until=_UNTIL,
+)
 def _with_prometheus(original):
     def __init__(self, vllm_config, *args, **kwargs):
         original(self, vllm_config, *args, **kwargs)
@@ -34,6 +46,8 @@ def _with_prometheus(original):
 @patch(
     "vllm.v1.metrics.loggers:StatLoggerManager.record",
     "self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx",
+    why="takes the counters out again before any logger of vLLM sees them",
+    until=_UNTIL,
 )
 def _out_of_scheduler_stats(original):
     def record(self, *args, **kwargs):

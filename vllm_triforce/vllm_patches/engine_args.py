@@ -26,6 +26,7 @@ from vllm_triforce.config.synthetic import (
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.vllm_patches.cli_args import (
     FLAGS,
+    REGISTRY,
     merge_flags,
     name_flags_in_refusals,
     refusing,
@@ -132,7 +133,13 @@ def _max_tokens_with_lora(engine_args) -> int:
     return min(counts)
 
 
-@patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", "self, usage_context, headless")
+@patch(
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+    "self, usage_context, headless",
+    why='reads and checks our keys, stores them in `additional_config["triforce"]`, and sets '
+    "`worker_cls` and, unless the user chose one, `scheduler_cls`",
+    until=REGISTRY,
+)
 def _wrap_create_engine_config(original):
     def create_engine_config(self, *args, **kwargs):
         if not uses_triforce(self):
@@ -179,6 +186,8 @@ def _keep(engine_args, config: TriForceConfig, draft: dict[str, Any]) -> None:
 @patch(
     "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
     "self, target_model_config, target_parallel_config",
+    why="passes `draft_model` to `SpeculativeConfig`, which forbids unknown methods and keys",
+    until=REGISTRY,
 )
 def _wrap_create_speculative_config(original):
     def create_speculative_config(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Wrap methods of vLLM in place; the ledger (patches/README.md) has the reason for each."""
+"""Wrap methods of vLLM in place; the ledger (patches/README.md) is generated from the patches."""
 
 import functools
 import importlib
@@ -23,6 +23,8 @@ class Patch:
         module, owner, attribute: the attribute to wrap; the class must define it itself.
         wrap: takes the original function (of a property: its getter) and returns the wrapper.
         parameters: names of the original's parameters, in order; None if the wrapper passes on any.
+        why: reason, for the ledger.
+        until: condition under which the patch can be deleted, for the ledger.
     """
 
     module: str
@@ -30,6 +32,8 @@ class Patch:
     attribute: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     parameters: tuple[str, ...] | None
+    why: str
+    until: str
 
     @property
     def name(self) -> str:
@@ -99,19 +103,20 @@ PATCHES: list[Patch] = []
 """All patches of the package, in the order of their modules' imports."""
 
 
-def patch(target: str, parameters: str | None):
+def patch(target: str, parameters: str | None, why: str, until: str):
     """Register a patch, whose ``Patch.wrap`` is the decorated function.
 
     Args:
         target: ``MODULE:CLASS.ATTRIBUTE``, the attribute to wrap.
         parameters: names of the original's parameters, separated by commas; None for any.
+        why, until: texts of the ledger.
     """
 
     def register(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]):
         module, name = target.split(":")
         owner, attribute = name.split(".")
         names = None if parameters is None else tuple(parameters.split(", "))
-        PATCHES.append(Patch(module, owner, attribute, wrap, names))
+        PATCHES.append(Patch(module, owner, attribute, wrap, names, why, until))
         return wrap
 
     return register

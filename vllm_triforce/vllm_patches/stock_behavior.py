@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from vllm_triforce.config.request_args import request_limit
 from vllm_triforce.vllm_patches import swaps
+from vllm_triforce.vllm_patches.cli_args import REGISTRY
 from vllm_triforce.vllm_patches.patch import patch
 
 # Tag of a SpeculativeConfig, pickled with it, so the front end, the engine and the workers see it.
@@ -21,28 +22,28 @@ def is_triforce(speculative_config) -> bool:
     return getattr(speculative_config, _TAG, False)
 
 
-@patch("vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting", "self")
+@patch(
+    "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting",
+    "self",
+    why="for `draft_model` the scheduler keeps a token of a step's budget free per request, which "
+    "TriForce does not use: a prompt that just fits would be read in two steps",
+    until=REGISTRY,
+)
 def _reserve_no_slots(original):
-    """Leave ``max_num_batched_tokens`` to prompts.
-
-    For ``draft_model``, vLLM's scheduler leaves one of these tokens free per request, because its
-    drafter reads one token more than the step has. TriForce's levels have inputs of their own.
-    Without that token, a prompt that just fits would need another step.
-    """
-
     def max_num_new_slots_for_drafting(self) -> int:
         return 0 if is_triforce(self) else original(self)
 
     return max_num_new_slots_for_drafting
 
 
-@patch("vllm.v1.engine.core:EngineCore.post_step", "self, model_executed")
+@patch(
+    "vllm.v1.engine.core:EngineCore.post_step",
+    "self, model_executed",
+    why="with speculation, the engine core fetches drafts from the worker's process after every "
+    "step, with or without drafts. Model Runner V1's arrive with the step's output",
+    until="drafts are part of the output",
+)
 def _skip_fetching_drafts(original):
-    """Skip the round trip to the worker if the step's output brought the drafts.
-
-    Those of Model Runner V1 do (``scheduler/v1.py``).
-    """
-
     def post_step(self, model_executed):
         if not getattr(self.scheduler, "has_drafts_of_step", False):
             return original(self, model_executed)
@@ -51,14 +52,16 @@ def _skip_fetching_drafts(original):
     return post_step
 
 
-@patch("vllm.sampling_params:SamplingParams._validate_spec_decode", "self, speculative_config")
+@patch(
+    "vllm.sampling_params:SamplingParams._validate_spec_decode",
+    "self, speculative_config",
+    why="vLLM refuses `min_p` and `logit_bias` with any speculation; TriForce supports them, and "
+    "checks its own `extra_args` here",
+    until="vLLM's rejection sampler of Model Runner V1 applies them",
+)
 def _support_all_sampling_params(original):
-    """Accept ``min_p`` and ``logit_bias``, which Runner V1's own rejection sampler ignores.
-
-    Ours (``runner_v1/rejection.py``) applies them, and so does Model Runner V2
-    (``apply_sampling_params`` in vllm/v1/worker/gpu/sample/sampler.py).
-    """
-
+    # Ours for Model Runner V1 (``runner_v1/rejection.py``) applies them, and so does V2
+    # (``apply_sampling_params`` in vllm/v1/worker/gpu/sample/sampler.py).
     def _validate_spec_decode(self, speculative_config):
         if is_triforce(speculative_config):
             request_limit(self)  # raises an error for bad extra_args
@@ -68,15 +71,14 @@ def _support_all_sampling_params(original):
     return _validate_spec_decode
 
 
-@patch("vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request", "self, request")
+@patch(
+    "vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request",
+    "self, request",
+    why="if a session's turn ends inside a run of accepted tokens, vLLM starts the next turn from "
+    "the KV of the discarded ones; see below",
+    until="vLLM sets the count back to the tokens that are kept",
+)
 def _keep_session_tokens(original):
-    """Let a session's next turn begin where the last one ended.
-
-    A turn may end inside a run of accepted tokens. vLLM's scheduler then continues after the run.
-    It would take the KV of discarded tokens for that of the next input, and keep the turn's last
-    token.
-    """
-
     def _handle_stopped_request(self, request) -> bool:
         if request.resumable and is_triforce(self.vllm_config.speculative_config):
             # Without speculation all tokens are computed, except the last and those in flight.
