@@ -26,7 +26,7 @@ def written(text: str) -> str:
     from vllm_triforce.vllm_patches import PATCHES
     from vllm_triforce.vllm_patches.swaps import SWAPS
 
-    methods = [(p.name, [_file_of(p.wrap.__module__)], p.why, p.until) for p in PATCHES]
+    methods = [(p.name, [_file_of(p.function.__module__)], p.why, p.until) for p in PATCHES]
     text = _with_table(text, "methods", lambda _: methods)
     users = {swap.name: _users(name) for name, swap in SWAPS.items()}
     return _with_table(text, "objects", lambda rows: _with_files(rows, users))

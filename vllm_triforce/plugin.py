@@ -59,7 +59,10 @@ class _AfterImport:
             return None
         active.add(name)
         try:
-            spec = _find_elsewhere(self, name, path, target)
+            # Finders of the old protocol lack ``find_spec``.
+            finders = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+            specs = (finder.find_spec(name, path, target) for finder in finders)
+            spec = next((spec for spec in specs if spec is not None), None)
         finally:
             active.remove(name)
         # Loaders without ``exec_module`` are of the old protocol; their modules are not hooked.
@@ -81,16 +84,6 @@ class _AfterImport:
                     sys.meta_path.remove(self)
 
         loader.exec_module = exec_module
-
-
-def _find_elsewhere(finder, name: str, path, target) -> ModuleSpec | None:
-    """Search the other finders; those of the old protocol lack ``find_spec``."""
-    for other in list(sys.meta_path):
-        if other is finder or not hasattr(other, "find_spec"):
-            continue
-        if (spec := other.find_spec(name, path, target)) is not None:
-            return spec
-    return None
 
 
 _after_import = _AfterImport()
@@ -133,11 +126,9 @@ def unsupported_reason(only_loaded: bool = False) -> str | None:
         missing_names = [f"{type(error).__name__}: {error}"]
     except Exception as error:  # vLLM itself does not work here
         return f"{DOES_NOT_LOAD} ({type(error).__name__}: {error})"
-    return (
-        f"it does not have what would be wrapped: {', '.join(missing_names)}"
-        if missing_names
-        else None
-    )
+    if missing_names:
+        return f"it does not have what would be wrapped: {', '.join(missing_names)}"
+    return None
 
 
 def _warn_once(reason: str) -> None:

@@ -69,8 +69,7 @@ class Registry(Mapping[str, Any]):
         if name not in self.names:
             raise KeyError(name)
         if name not in self._loaded:
-            entry = self._added.get(name)
-            self._loaded[name] = self._load(name) if entry is None else self._load_added(entry)
+            self._loaded[name] = self._load(name)
         return self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -80,58 +79,38 @@ class Registry(Mapping[str, Any]):
         return len(self.names)
 
     def _load(self, name: str) -> type:
-        """Load the class of a module of the package.
+        """Load the class of a module of the package, or of an entry point.
 
         Raises:
-            ValueError: the module defines no such class with its name.
+            ValueError: it does not load, is no such class, or leaves abstract methods open.
         """
-        module = importlib.import_module(f"{self._package}.{name}")
-        for value in vars(module).values():
-            if self._is_member(value, name):
-                return _checked(value, str(module.__file__))
+        base_module, base_name = self._base
+        base = getattr(importlib.import_module(f"{self._package}.{base_module}"), base_name)
+        if (entry := self._added.get(name)) is None:
+            module = importlib.import_module(f"{self._package}.{name}")
+            where, values = str(module.__file__), list(vars(module).values())
+        else:
+            where = f"{entry.value} of {_project(entry)}"
+            try:
+                values = [entry.load()]
+            except Exception as error:  # the other package's code may raise anything
+                reason = f"{type(error).__name__}: {error}"
+                raise ValueError(
+                    f"{where} does not load ({reason}). Correct or uninstall it"
+                ) from error
+        for value in values:
+            is_subclass = isinstance(value, type) and issubclass(value, base)
+            if not is_subclass or vars(value).get("name") != name:
+                continue
+            if inspect.isabstract(value):
+                lacking = sorted(getattr(value, "__abstractmethods__", ()))
+                raise ValueError(f"{where}: {value.__name__} lacks {lacking}")
+            return value
+        verb, source = ("has", "file") if entry is None else ("is", "entry point")
         raise ValueError(
-            f"{module.__file__} has no class over {self._base[1]} with name = {name!r}. Give the "
-            "class the name of its file"
+            f"{where} {verb} no class over {base_name} with name = {name!r}. Give the class the "
+            f"name of its {source}"
         )
-
-    def _load_added(self, entry: EntryPoint) -> type:
-        """Load the class of an entry point.
-
-        Raises:
-            ValueError: the entry point does not load, or is not such a class.
-        """
-        where = f"{entry.value} of {_project(entry)}"
-        try:
-            value = entry.load()
-        except Exception as error:  # the other package's code may raise anything
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(
-                f"{where} does not load ({reason}). Correct or uninstall it"
-            ) from error
-        if not self._is_member(value, entry.name):
-            raise ValueError(
-                f"{where} is no class over {self._base[1]} with name = {entry.name!r}. Give "
-                "the class the name of its entry point"
-            )
-        return _checked(value, where)
-
-    def _is_member(self, value: object, name: str) -> bool:
-        """True if the value is a class over the base with this name."""
-        base = getattr(importlib.import_module(f"{self._package}.{self._base[0]}"), self._base[1])
-        is_subclass = isinstance(value, type) and issubclass(value, base)
-        return is_subclass and vars(value).get("name") == name
-
-
-def _checked(cls: type, where: str) -> type:
-    """Return the class if it is concrete.
-
-    Raises:
-        ValueError: the class leaves abstract methods open.
-    """
-    if inspect.isabstract(cls):
-        lacking = sorted(getattr(cls, "__abstractmethods__", ()))
-        raise ValueError(f"{where}: {cls.__name__} lacks {lacking}")
-    return cls
 
 
 def _project(entry: EntryPoint) -> str:

@@ -127,8 +127,8 @@ def test_a_patch_is_applied_once_and_keeps_the_kind_of_method(monkeypatch):
     host.Host = Host
     monkeypatch.setitem(sys.modules, "a_host", host)
 
-    def doubled(original):
-        return lambda *arguments: 2 * original(*arguments)
+    def doubled(original, *arguments):
+        return 2 * original(*arguments)
 
     def patch(attribute, *parameters):
         return Patch("a_host", "Host", attribute, doubled, parameters, "why", "until")

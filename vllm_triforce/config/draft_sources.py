@@ -48,9 +48,7 @@ def choose_sources(
         is_head: True if the draft model is an EAGLE-3 head or an MTP layer.
 
     Raises:
-        ValueError: a source needs a draft model and none is given, or one of the other kind; no
-            source uses the given draft model; several sources are given and ``can_choose`` is
-            False; or no source exists.
+        ValueError: the sources and the draft model do not fit each other, or nothing can choose.
     """
     fitting, unfit = (HEAD_SOURCE, MODEL_SOURCE) if is_head else (MODEL_SOURCE, HEAD_SOURCE)
     if draft_sources is None:

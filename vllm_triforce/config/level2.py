@@ -18,6 +18,12 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Tokens of a proposal by default, if layers keep a state for each.
 _MAX_STATES = 4
 
+# Settings of the target that hold for another checkpoint of it.
+_SHARED_SETTINGS = (
+    *("tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code", "seed"),
+    *("hf_overrides", "enforce_eager", "model_impl", "disable_sliding_window"),
+)
+
 # Keys that have no use without level 2.
 _LEVEL2_KEYS = (
     "level2_model",
@@ -90,20 +96,9 @@ def _checkpoint_config(name: str, target_config) -> Any:
 
     # The target's revision is of another repository. A folder's name may have an @.
     model, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
+    shared = {name: getattr(target_config, name) for name in _SHARED_SETTINGS}
     try:
-        config = ModelConfig(
-            model=model,
-            revision=revision or None,
-            tokenizer=target_config.tokenizer,
-            tokenizer_mode=target_config.tokenizer_mode,
-            tokenizer_revision=target_config.tokenizer_revision,
-            trust_remote_code=target_config.trust_remote_code,
-            seed=target_config.seed,
-            hf_overrides=target_config.hf_overrides,
-            enforce_eager=target_config.enforce_eager,
-            model_impl=target_config.model_impl,
-            disable_sliding_window=target_config.disable_sliding_window,
-        )
+        config = ModelConfig(model=model, revision=revision or None, **shared)
     except Exception as error:
         raise ValueError(
             f"level2_model={name!r} cannot be served ({_reason(error)}). Name "

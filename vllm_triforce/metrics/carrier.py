@@ -57,15 +57,9 @@ class CounterSender:
             return output
         if not getattr(output, "req_ids", True):
             return output  # vLLM's empty output is shared by all steps: wait for another one
-        self._last_numbers, now = numbers, flatten(self._counters)
-        if now == self._sent:
-            return output
-        added = {
-            name: value - self._sent.get(name, 0)
-            for name, value in now.items()
-            if value != self._sent.get(name, 0)
-        }
-        self._sent = now
+        now, sent = flatten(self._counters), self._sent
+        added = {name: n - sent.get(name, 0) for name, n in now.items() if n != sent.get(name, 0)}
+        self._last_numbers, self._sent = numbers, now
         set_on_result(output, _ATTRIBUTE, lambda: added)
         return output
 

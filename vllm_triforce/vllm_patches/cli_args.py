@@ -80,20 +80,17 @@ _CLI_HELP = (
     why="adds `--speculative-model triforce`, and `triforce` to the choices of `--spec-method`",
     until=REGISTRY,
 )
-def _wrap_add_cli_args(original):
-    def add_cli_args(parser, *args, **kwargs):
-        parser = original(parser, *args, **kwargs)
-        if _FLAG in parser._option_string_actions:  # a script's own
-            return parser
-        group = parser.add_argument_group(title="TriForce", description="vllm-triforce")
-        # Scripts pass all parsed arguments on, as in ``LLM(**vars(args))``: not given, no argument.
-        group.add_argument(_FLAG, choices=[METHOD], default=argparse.SUPPRESS, help=_CLI_HELP)
-        for action in parser._actions:
-            if "--spec-method" in action.option_strings and action.choices is not None:
-                action.choices = [*action.choices, METHOD]
+def _add_cli_args(original, parser, *args, **kwargs):
+    parser = original(parser, *args, **kwargs)
+    if _FLAG in parser._option_string_actions:  # a script's own
         return parser
-
-    return add_cli_args
+    group = parser.add_argument_group(title="TriForce", description="vllm-triforce")
+    # Scripts pass all parsed arguments on, as in ``LLM(**vars(args))``: not given, no argument.
+    group.add_argument(_FLAG, choices=[METHOD], default=argparse.SUPPRESS, help=_CLI_HELP)
+    for action in parser._actions:
+        if "--spec-method" in action.option_strings and action.choices is not None:
+            action.choices = [*action.choices, METHOD]
+    return parser
 
 
 @patch(
@@ -103,29 +100,22 @@ def _wrap_add_cli_args(original):
     "message alone, without a traceback",
     until=REGISTRY,
 )
-def _wrap_from_cli_args(original):
-    def from_cli_args(cls, args):
-        engine_args = original(cls, args)
-        is_flag_given = getattr(args, "speculative_model", None) == METHOD
-        if is_flag_given or uses_triforce(engine_args):
-            print_refusals_alone()
-        if is_flag_given:
-            with refusing():
-                engine_args.speculative_config = _keys_beside_flag(engine_args)
-            # With several API servers, each process builds its engine arguments from ``args``. It
-            # loads plugins only while it does so.
-            args.speculative_config = engine_args.speculative_config
-        return engine_args
-
-    return from_cli_args
+def _from_cli_args(original, cls, args):
+    engine_args = original(cls, args)
+    is_flag_given = getattr(args, "speculative_model", None) == METHOD
+    if is_flag_given or uses_triforce(engine_args):
+        print_refusals_alone()
+    if is_flag_given:
+        with refusing():
+            engine_args.speculative_config = _keys_beside_flag(engine_args)
+        # With several API servers, each process builds its engine arguments from ``args``. It
+        # loads plugins only while it does so.
+        args.speculative_config = engine_args.speculative_config
+    return engine_args
 
 
 def _keys_beside_flag(engine_args) -> dict[str, Any]:
-    """Read --speculative-config given together with --speculative-model.
-
-    Raises:
-        ValueError: another method is named, or the value is not a JSON object.
-    """
+    """Read --speculative-config given together with --speculative-model."""
     keys = _given_keys(engine_args, f"--speculative-model {METHOD}")
     for flag, method in (
         ("--speculative-config with method", keys.get("method", METHOD)),
@@ -157,9 +147,8 @@ def _given_keys(engine_args, flag: str) -> dict[str, Any]:
 def uses_triforce(engine_args) -> bool:
     """True if the engine arguments select the method ``triforce``."""
     keys = engine_args.speculative_config
-    if engine_args.spec_method == METHOD:
-        return True
-    return isinstance(keys, dict) and keys.get("method") == METHOD
+    is_in_keys = isinstance(keys, dict) and keys.get("method") == METHOD
+    return engine_args.spec_method == METHOD or is_in_keys
 
 
 def merge_flags(engine_args) -> dict[str, Any]:
@@ -177,21 +166,15 @@ def merge_flags(engine_args) -> dict[str, Any]:
 @contextmanager
 def name_flags_in_refusals(engine_args) -> Iterator[None]:
     """Prefix refusals of a flag's value with the flag, whose key has another name."""
-    # The method is left out: many refusals of other keys suggest to drop method='triforce'.
-    flags = [
-        (flag, key, value)
-        for flag, (name, key) in FLAGS.items()
-        if key != "method" and (value := getattr(engine_args, name)) is not None
-    ]
+    values = {flag: (key, getattr(engine_args, name)) for flag, (name, key) in FLAGS.items()}
+    del values["--spec-method"]  # many refusals of other keys suggest to drop method='triforce'
     try:
         yield
     except ValueError as error:
         text = str(error)
-        named = [
-            flag
-            for flag, key, value in flags
-            if f"{key}={value!r}" in text or f"{key} {value!r}" in text
-        ]
-        if is_refusal(error) and named and not text.startswith("--"):
-            error.args = (f"{named[0]}: {text}",)
+        for flag, (key, value) in values.items():
+            is_named = f"{key}={value!r}" in text or f"{key} {value!r}" in text
+            if value is not None and is_named and is_refusal(error) and not text.startswith("--"):
+                error.args = (f"{flag}: {text}",)
+                break
         raise

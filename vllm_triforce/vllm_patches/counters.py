@@ -15,14 +15,11 @@ _UNTIL = "`SchedulerStats` has a field for out-of-tree figures"
     "accepts any key",
     until=_UNTIL,
 )
-def _into_scheduler_stats(original):
-    def update_from_output(self, scheduler_output, model_runner_output, *args, **kwargs):
-        outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
-        if added := carrier.attached(model_runner_output):
-            carrier.put(outputs, added)
-        return outputs
-
-    return update_from_output
+def _into_scheduler_stats(original, self, scheduler_output, model_runner_output, *args, **kwargs):
+    outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+    if added := carrier.attached(model_runner_output):
+        carrier.put(outputs, added)
+    return outputs
 
 
 @patch(
@@ -32,15 +29,12 @@ def _into_scheduler_stats(original):
     "serve: its presence turns statistics on under `--disable-log-stats`",
     until=_UNTIL,
 )
-def _with_prometheus(original):
-    def __init__(self, vllm_config, *args, **kwargs):
-        original(self, vllm_config, *args, **kwargs)
-        if isinstance(vllm_config.additional_config, dict) and (
-            METHOD in vllm_config.additional_config
-        ):
-            self.triforce_prometheus = carrier.TriForcePrometheus.beside(self.stat_loggers)
-
-    return __init__
+def _with_prometheus(original, self, vllm_config, *args, **kwargs):
+    original(self, vllm_config, *args, **kwargs)
+    if isinstance(vllm_config.additional_config, dict) and (
+        METHOD in vllm_config.additional_config
+    ):
+        self.triforce_prometheus = carrier.TriForcePrometheus.beside(self.stat_loggers)
 
 
 @patch(
@@ -49,14 +43,11 @@ def _with_prometheus(original):
     why="takes the counters out again before any logger of vLLM sees them",
     until=_UNTIL,
 )
-def _out_of_scheduler_stats(original):
-    def record(self, *args, **kwargs):
-        # Managers of stock engines, or created before this patch, lack the attribute.
-        if (prometheus := getattr(self, "triforce_prometheus", None)) is not None:
-            _observe(prometheus, *args, **kwargs)
-        return original(self, *args, **kwargs)
-
-    return record
+def _out_of_scheduler_stats(original, self, *args, **kwargs):
+    # Managers of stock engines, or created before this patch, lack the attribute.
+    if (prometheus := getattr(self, "triforce_prometheus", None)) is not None:
+        _observe(prometheus, *args, **kwargs)
+    return original(self, *args, **kwargs)
 
 
 def _observe(

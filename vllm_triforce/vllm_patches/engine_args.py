@@ -140,25 +140,22 @@ def _max_tokens_with_lora(engine_args) -> int:
     "`worker_cls` and, unless the user chose one, `scheduler_cls`",
     until=REGISTRY,
 )
-def _wrap_create_engine_config(original):
-    def create_engine_config(self, *args, **kwargs):
-        if not uses_triforce(self):
-            return original(self, *args, **kwargs)
-        names = [name for name, _ in FLAGS.values()]
-        replaced = ("speculative_config", "additional_config", "block_size", *names)
-        saved = {name: getattr(self, name) for name in replaced}
-        with name_flags_in_refusals(self):
-            try:
-                with refusing():
-                    _prepare_args(self)
-                vllm_config = original(self, *args, **kwargs)
-            finally:
-                for name, value in saved.items():
-                    setattr(self, name, value)
+def _create_engine_config(original, self, *args, **kwargs):
+    if not uses_triforce(self):
+        return original(self, *args, **kwargs)
+    names = [name for name, _ in FLAGS.values()]
+    replaced = ("speculative_config", "additional_config", "block_size", *names)
+    saved = {name: getattr(self, name) for name in replaced}
+    with name_flags_in_refusals(self):
+        try:
             with refusing():
-                return _finish_config(vllm_config)
-
-    return create_engine_config
+                _prepare_args(self)
+            vllm_config = original(self, *args, **kwargs)
+        finally:
+            for name, value in saved.items():
+                setattr(self, name, value)
+        with refusing():
+            return _finish_config(vllm_config)
 
 
 def _prepare_args(engine_args) -> None:
@@ -189,42 +186,41 @@ def _keep(engine_args, config: TriForceConfig, draft: dict[str, Any]) -> None:
     why="passes `draft_model` to `SpeculativeConfig`, which forbids unknown methods and keys",
     until=REGISTRY,
 )
-def _wrap_create_speculative_config(original):
-    def create_speculative_config(self, *args, **kwargs):
-        if not uses_triforce(self):
-            with refusing():
-                _check_not_replaced(self)
-            return original(self, *args, **kwargs)
-        return _create(self, *args, **kwargs)
-
-    def _create(self, target_model_config, target_parallel_config):
-        from vllm.config import SpeculativeConfig
-
-        has_draft = self.speculative_config.get("model")
+def _create_speculative_config(original, self, *args, **kwargs):
+    if not uses_triforce(self):
         with refusing():
-            _set_stock_config(self, target_model_config, target_parallel_config)
-        # Without a draft vLLM gets the target in its place, and would turn the config of a target
-        # with MTP layers into theirs.
-        override = swaps.DRAFT_OVERRIDE.during(SpeculativeConfig, staticmethod(_unchanged))
-        with nullcontext() if has_draft else override:
-            speculative_config = original(self, target_model_config, target_parallel_config)
-        if has_draft:
-            with refusing():
-                _check_not_guessed(speculative_config, self.speculative_config["method"])
-                check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
-            if speculative_config.method == _EAGLE3:
-                hf_config = speculative_config.draft_model_config.hf_config
-                layers = check_draft.aux_layers(hf_config, target_model_config)
-                swaps.HEAD_LAYERS.set(hf_config, layers)
-                swaps.NUM_HEAD_LAYERS.set(hf_config, len(layers))
-            # A head's blocks and steps are those of a draft with a separate cache.
-            speculative_config.method = "draft_model"
-        # Level 1 runs over a window, so the draft's context length is no limit.
-        speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
-        mark(speculative_config)
-        return speculative_config
+            _check_not_replaced(self)
+        return original(self, *args, **kwargs)
+    return _create(original, self, *args, **kwargs)
 
-    return create_speculative_config
+
+def _create(original, engine_args, target_model_config, target_parallel_config):
+    """Make the ``SpeculativeConfig`` of an engine that runs TriForce."""
+    from vllm.config import SpeculativeConfig
+
+    has_draft = engine_args.speculative_config.get("model")
+    with refusing():
+        _set_stock_config(engine_args, target_model_config, target_parallel_config)
+    # Without a draft vLLM gets the target in its place, and would turn the config of a target
+    # with MTP layers into theirs.
+    override = swaps.DRAFT_OVERRIDE.during(SpeculativeConfig, staticmethod(_unchanged))
+    with nullcontext() if has_draft else override:
+        speculative_config = original(engine_args, target_model_config, target_parallel_config)
+    if has_draft:
+        with refusing():
+            _check_not_guessed(speculative_config, engine_args.speculative_config["method"])
+            check_draft.check_draft_kind(speculative_config.draft_model_config, checks.is_cpu())
+        if speculative_config.method == _EAGLE3:
+            hf_config = speculative_config.draft_model_config.hf_config
+            layers = check_draft.aux_layers(hf_config, target_model_config)
+            swaps.HEAD_LAYERS.set(hf_config, layers)
+            swaps.NUM_HEAD_LAYERS.set(hf_config, len(layers))
+        # A head's blocks and steps are those of a draft with a separate cache.
+        speculative_config.method = "draft_model"
+    # Level 1 runs over a window, so the draft's context length is no limit.
+    speculative_config.draft_model_config.max_model_len = target_model_config.max_model_len
+    mark(speculative_config)
+    return speculative_config
 
 
 def _unchanged(hf_config):

@@ -21,7 +21,8 @@ class Patch:
 
     Args:
         module, owner, attribute: the attribute to wrap; the class must define it itself.
-        wrap: takes the original function (of a property: its getter) and returns the wrapper.
+        function: replaces the attribute; its first argument is the original function, of a
+            property its getter.
         parameters: names of the original's parameters, in order; None if the wrapper passes on any.
         why: reason, for the ledger.
         until: condition under which the patch can be deleted, for the ledger.
@@ -30,7 +31,7 @@ class Patch:
     module: str
     owner: str
     attribute: str
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    function: Callable[..., Any]
     parameters: tuple[str, ...] | None
     why: str
     until: str
@@ -39,6 +40,15 @@ class Patch:
     def name(self) -> str:
         return f"{self.owner}.{self.attribute}"
 
+    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that takes the original's place."""
+
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            return self.function(original, *args, **kwargs)
+
+        return wrapper
+
     def missing_name(self) -> str | None:
         """Name the patch if this vLLM lacks the attribute; None otherwise.
 
@@ -46,9 +56,7 @@ class Patch:
             ImportError: the module does not exist.
         """
         original = self._original()
-        if original is None or not callable(_function(original)):
-            return self.name
-        return None
+        return None if original is not None and callable(_function(original)) else self.name
 
     def signature_mismatch(self) -> str | None:
         """Compare the original's parameters with the expected ones; None if they are equal."""
@@ -66,14 +74,18 @@ class Patch:
         Returns:
             True if this call wrapped it.
         """
-        owner, original = self._owner(), self._original()
-        # A mark on the function would not do: another plugin may have wrapped ours since.
-        applied = vars(owner).get(_APPLIED, frozenset()) if owner is not None else frozenset()
-        if original is None or self.attribute in applied:
+        original = self._original()
+        if original is None:
             return False
-        function = _function(original)
-        wrapped = functools.wraps(function)(self.wrap(function))
-        setattr(owner, self.attribute, _like(original, wrapped))
+        # A mark on the function would not do: another plugin may have wrapped ours since.
+        owner = self._owner()
+        applied = vars(owner).get(_APPLIED, frozenset())
+        if self.attribute in applied:
+            return False
+        wrapped: Any = self.wrap(_function(original))
+        if isinstance(original, (classmethod, staticmethod, property)):
+            wrapped = type(original)(wrapped)
+        setattr(owner, self.attribute, wrapped)
         setattr(owner, _APPLIED, applied | {self.attribute})
         return True
 
@@ -92,19 +104,12 @@ def _function(original: Any) -> Any:
     return getattr(original, "__func__", original)
 
 
-def _like(original: Any, wrapped: Callable[..., Any]) -> Any:
-    """Return ``wrapped`` as the same kind of attribute as ``original``."""
-    if isinstance(original, (classmethod, staticmethod, property)):
-        return type(original)(wrapped)
-    return wrapped
-
-
 PATCHES: list[Patch] = []
 """All patches of the package, in the order of their modules' imports."""
 
 
 def patch(target: str, parameters: str | None, why: str, until: str):
-    """Register a patch, whose ``Patch.wrap`` is the decorated function.
+    """Register the decorated function as the ``function`` of a patch.
 
     Args:
         target: ``MODULE:CLASS.ATTRIBUTE``, the attribute to wrap.
@@ -112,12 +117,12 @@ def patch(target: str, parameters: str | None, why: str, until: str):
         why, until: texts of the ledger.
     """
 
-    def register(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]):
+    def register(function: Callable[..., Any]):
         module, name = target.split(":")
         owner, attribute = name.split(".")
         names = None if parameters is None else tuple(parameters.split(", "))
-        PATCHES.append(Patch(module, owner, attribute, wrap, names, why, until))
-        return wrap
+        PATCHES.append(Patch(module, owner, attribute, function, names, why, until))
+        return function
 
     return register
 
@@ -142,10 +147,9 @@ def install_in_engine() -> None:
             f"vllm-triforce wraps {', '.join(missing_names)}, which this vLLM does not have. "
             f"Install vLLM {', '.join(SUPPORTED_VLLM)}, or drop method='triforce'."
         )
-    for patch in PATCHES:
-        if (mismatch := patch.signature_mismatch()) is not None:
-            raise ValueError(
-                f"vllm-triforce wraps {mismatch}. Install vLLM {', '.join(SUPPORTED_VLLM)}."
-            )
+    if mismatches := list(filter(None, (patch.signature_mismatch() for patch in PATCHES))):
+        raise ValueError(
+            f"vllm-triforce wraps {mismatches[0]}. Install vLLM {', '.join(SUPPORTED_VLLM)}."
+        )
     for patch in PATCHES:
         patch.apply()

@@ -29,11 +29,8 @@ def is_triforce(speculative_config) -> bool:
     "TriForce does not use: a prompt that just fits would be read in two steps",
     until=REGISTRY,
 )
-def _reserve_no_slots(original):
-    def max_num_new_slots_for_drafting(self) -> int:
-        return 0 if is_triforce(self) else original(self)
-
-    return max_num_new_slots_for_drafting
+def _reserve_no_slots(original, self) -> int:
+    return 0 if is_triforce(self) else original(self)
 
 
 @patch(
@@ -43,13 +40,10 @@ def _reserve_no_slots(original):
     "step, with or without drafts. Model Runner V1's arrive with the step's output",
     until="drafts are part of the output",
 )
-def _skip_fetching_drafts(original):
-    def post_step(self, model_executed):
-        if not getattr(self.scheduler, "has_drafts_of_step", False):
-            return original(self, model_executed)
-        self.scheduler.has_drafts_of_step = False
-
-    return post_step
+def _skip_fetching_drafts(original, self, model_executed):
+    if not getattr(self.scheduler, "has_drafts_of_step", False):
+        return original(self, model_executed)
+    self.scheduler.has_drafts_of_step = False
 
 
 @patch(
@@ -59,16 +53,13 @@ def _skip_fetching_drafts(original):
     "checks its own `extra_args` here",
     until="vLLM's rejection sampler of Model Runner V1 applies them",
 )
-def _support_all_sampling_params(original):
+def _support_all_sampling_params(original, self, speculative_config):
     # Ours for Model Runner V1 (``runner_v1/rejection.py``) applies them, and so does V2
     # (``apply_sampling_params`` in vllm/v1/worker/gpu/sample/sampler.py).
-    def _validate_spec_decode(self, speculative_config):
-        if is_triforce(speculative_config):
-            request_limit(self)  # raises an error for bad extra_args
-            return
-        original(self, speculative_config)
-
-    return _validate_spec_decode
+    if is_triforce(speculative_config):
+        request_limit(self)  # raises an error for bad extra_args
+        return
+    original(self, speculative_config)
 
 
 @patch(
@@ -78,15 +69,12 @@ def _support_all_sampling_params(original):
     "the KV of the discarded ones; see below",
     until="vLLM sets the count back to the tokens that are kept",
 )
-def _keep_session_tokens(original):
-    def _handle_stopped_request(self, request) -> bool:
-        if request.resumable and is_triforce(self.vllm_config.speculative_config):
-            # Without speculation all tokens are computed, except the last and those in flight.
-            num_computed = request.num_tokens - 1 + request.num_output_placeholders
-            request.num_computed_tokens = min(request.num_computed_tokens, num_computed)
-        return original(self, request)
-
-    return _handle_stopped_request
+def _keep_session_tokens(original, self, request) -> bool:
+    if request.resumable and is_triforce(self.vllm_config.speculative_config):
+        # Without speculation all tokens are computed, except the last and those in flight.
+        num_computed = request.num_tokens - 1 + request.num_output_placeholders
+        request.num_computed_tokens = min(request.num_computed_tokens, num_computed)
+    return original(self, request)
 
 
 @contextmanager
