@@ -48,6 +48,5 @@ def rates_by_place(rates: list[float]) -> list[float]:
 def _are_rates(rates: Any) -> bool:
     if not isinstance(rates, list) or not rates:
         return False
-    if not all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in rates):
-        return False
-    return rates == sorted(rates, reverse=True)
+    are_shares = all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in rates)
+    return are_shares and rates == sorted(rates, reverse=True)

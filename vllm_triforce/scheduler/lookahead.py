@@ -99,9 +99,8 @@ class LookaheadMixin(SchedulerBase):
         if self._hits:
             gone = {request.request_id for request in self.running}
             gone |= self._hits.keys() - self.requests.keys()
-            self._hits = {
-                request_id: hit for request_id, hit in self._hits.items() if request_id not in gone
-            }
+            for request_id in gone & self._hits.keys():
+                del self._hits[request_id]
         for request in self.kv_holding_waiting:
             # A session's drafts, which came when its turn had ended.
             request.spec_token_ids = []
@@ -146,10 +145,8 @@ class LookaheadMixin(SchedulerBase):
         A KV connector cannot be notified that blocks were taken back, so none are lent.
         """
         num_requests = len(self.running) + len(self.waiting)
-        blocks_per_request = sum(
-            -(-self.num_spec_tokens // manager.block_size) for manager in self._managers
-        )
-        if self._num_free - needed >= num_requests * blocks_per_request:
+        num_blocks = sum(-(-self.num_spec_tokens // m.block_size) for m in self._managers)
+        if self._num_free - needed >= num_requests * num_blocks:
             self.num_lookahead_tokens = self.num_spec_tokens
 
     def _take_back(self, request) -> tuple[int, ...]:
@@ -212,12 +209,7 @@ class LookaheadMixin(SchedulerBase):
         return needs
 
     def _share_tokens(self, wanted: Mapping[str, int], needs: Needs) -> dict[str, int]:
-        """Shorten planned proposals to the next step's spare tokens.
-
-        Args:
-            wanted: planned tokens, by request id.
-            needs: of the next step.
-        """
+        """Shorten planned proposals, by request id, to the next step's spare tokens."""
         requests = {request_id: self.requests[request_id] for request_id in wanted}
         # Proposals shorter than an equal share leave the rest to longer ones. Seeded requests
         # do not share: their samples must not depend on the number of proposals.

@@ -85,28 +85,23 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
         plan = self._fit_to_room(scheduler_output, plan)
         attach_plan(scheduler_output, plan)
         for request_id in request_ids:
-            request = self.requests[request_id]
+            request, planned = self.requests[request_id], plan.proposing.get(request_id)
             if request.spec_token_ids:
-                num_tokens = (
-                    plan.proposing[request_id].num_tokens if request_id in plan.proposing else 0
-                )
+                num_tokens = 0 if planned is None else planned.num_tokens
                 request.spec_token_ids = request.spec_token_ids[:num_tokens]
 
     def _fit_to_room(self, scheduler_output, plan: StepPlan) -> StepPlan:
         """Shorten the plan to the next step's spare tokens and to the free KV blocks."""
         if not plan.proposing:
             return plan
-        wanted = {
-            request_id: request_plan.num_tokens
-            for request_id, request_plan in plan.proposing.items()
-        }
+        wanted = {request_id: planned.num_tokens for request_id, planned in plan.proposing.items()}
         needs = self._next_needs()
         lent = self._lend(scheduler_output, self._share_tokens(wanted, needs), needs)
         if lent == wanted:
             return plan
         proposing = {
-            request_id: replace(request_plan, num_tokens=lent[request_id])
-            for request_id, request_plan in plan.proposing.items()
+            request_id: replace(planned, num_tokens=lent[request_id])
+            for request_id, planned in plan.proposing.items()
             if lent[request_id]
         }
         return replace(plan, proposing=proposing)
@@ -152,11 +147,10 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
 
     def _reads_prompts(self, scheduled: Mapping[str, int]) -> bool:
         """True if a request of the step just scheduled reads tokens of its prompt."""
-        requests = ((self.requests[request_id], count) for request_id, count in scheduled.items())
         return any(
-            request.is_prefill_chunk
+            (request := self.requests[request_id]).is_prefill_chunk
             or request.num_computed_tokens - count < request.num_prompt_tokens
-            for request, count in requests
+            for request_id, count in scheduled.items()
         )
 
     def _max_tokens(self, request) -> int:
@@ -258,11 +252,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
         self._last_time, self._last_ids = self.clock(), frozenset(scheduled)
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
         decodes = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
-        alive = [
-            self.requests[request_id]
-            for request_id in cached.req_ids
-            if request_id in self.requests
-        ]
+        alive = [request for request in map(self.requests.get, cached.req_ids) if request]
         return StepSeen(
             number,
             tokens,

@@ -51,8 +51,7 @@ _DRAFT_KEYS = (
 )
 
 # Keys of a stock SpeculativeConfig about level 3's rejection sampling, passed on.
-_REJECTION_KEY = "rejection_sample_method"
-_REJECTION_KEYS = (_REJECTION_KEY, RATES_KEY)
+_REJECTION_KEYS = ("rejection_sample_method", RATES_KEY)
 
 # vLLM's methods while it reads a head's config. By another it would guess one from the path.
 _EAGLE3, _MTP = "eagle3", "mtp"
@@ -64,11 +63,6 @@ _WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_triforce.worker.gpu.TriForceGPUWorker",
 }
 
-# Model Runner V1 runs on the CPU only, where vLLM never schedules asynchronously.
-_SCHEDULER_V1 = "vllm_triforce.scheduler.v1.TriForceScheduler"
-_SCHEDULER_V2 = "vllm_triforce.scheduler.v2.TriForceSchedulerV2"
-_ASYNC_SCHEDULER_V2 = "vllm_triforce.scheduler.v2.TriForceAsyncSchedulerV2"
-
 
 def _split(engine_args, target_model_config=None) -> tuple[TriForceConfig, dict[str, Any]]:
     """Split ``speculative_config`` into TriForce's keys, validated, and those for vLLM.
@@ -77,23 +71,22 @@ def _split(engine_args, target_model_config=None) -> tuple[TriForceConfig, dict[
         target_model_config: vLLM's, to leave level 2 out where it takes no part; None before
             vLLM has it.
     """
-    given = engine_args.speculative_config
-    keys = {key.replace("-", "_"): value for key, value in given.items()}
-    keys.pop("method")
+    given = engine_args.speculative_config.items()
+    keys = {key.replace("-", "_"): value for key, value in given if key != "method"}
     draft = {key: keys.pop(key) for key in ("model", *_DRAFT_KEYS) if key in keys}
     if draft.get("model") is not None and not isinstance(draft["model"], str):
         raise ValueError(
             f"model={draft['model']!r} must be the path or hub name of a draft model. "
             "Leave it out for prompt lookup."
         )
-    if not draft.get("model") and len(draft.keys() - {"model"}):
+    if not draft.get("model") and (others := sorted(draft.keys() - {"model"})):
         raise ValueError(
-            f"{sorted(draft.keys() - {'model'})} describe a draft model, but no 'model' is given. "
-            "Name one, or leave them out."
+            f"{others} describe a draft model, but no 'model' is given. Name one, or leave them "
+            "out."
         )
-    has_fixed_shapes = checks.has_fixed_shapes()
     draft |= {key: keys.pop(key) for key in _REJECTION_KEYS if key in keys}
-    method = draft.get(_REJECTION_KEY, "standard")
+    method = draft.get("rejection_sample_method", "standard")
+    has_fixed_shapes = checks.has_fixed_shapes()
     checks.check_rejection_sample_method(method, has_fixed_shapes)
     config = TriForceConfig.from_speculative_config(keys)
     check_synthetic(method, draft.get(RATES_KEY), config.synthetic_level1_acceptance)
@@ -101,12 +94,13 @@ def _split(engine_args, target_model_config=None) -> tuple[TriForceConfig, dict[
         config = fit_levels(config, target_model_config, checks.is_cpu())
     # On Model Runner V2 the controller runs in our scheduler.
     can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
-    max_num_seqs = engine_args.max_num_seqs
     model, is_head = draft.get("model"), False
     if model and not config.is_plain:
         hf_config = check_draft.read_draft_config(draft, engine_args.trust_remote_code)
         is_head = check_draft.is_head(hf_config)
-    filled = config.with_defaults(can_adapt, model, has_fixed_shapes, max_num_seqs, is_head)
+    filled = config.with_defaults(
+        can_adapt, model, has_fixed_shapes, engine_args.max_num_seqs, is_head
+    )
     if engine_args.enable_lora and config.num_speculative_tokens is None:
         max_tokens = max(1, _max_tokens_with_lora(engine_args))
         length = min(filled.num_speculative_tokens or max_tokens, max_tokens)
@@ -348,7 +342,11 @@ def _choose_scheduler(vllm_config) -> None:
     lengths.
     """
     scheduler_config = vllm_config.scheduler_config
-    if scheduler_config.scheduler_cls is None:
-        scheduler_v2 = _ASYNC_SCHEDULER_V2 if scheduler_config.async_scheduling else _SCHEDULER_V2
-        uses_v2 = vllm_config.use_v2_model_runner
-        scheduler_config.scheduler_cls = scheduler_v2 if uses_v2 else _SCHEDULER_V1
+    if scheduler_config.scheduler_cls is not None:
+        return
+    # Model Runner V1 runs on the CPU only, where vLLM never schedules asynchronously.
+    name = "v1.TriForceScheduler"
+    if vllm_config.use_v2_model_runner:
+        is_async = scheduler_config.async_scheduling
+        name = "v2.TriForceAsyncSchedulerV2" if is_async else "v2.TriForceSchedulerV2"
+    scheduler_config.scheduler_cls = f"vllm_triforce.scheduler.{name}"

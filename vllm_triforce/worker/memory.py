@@ -29,13 +29,17 @@ def buffer_bytes(
     logits_bytes = seqs * vocab_size * vllm_config.model_config.head_dtype.itemsize
     window_blocks = -(-config.window_tokens // config.block_size)
     window_bytes_per_number = 2 * seqs * window_blocks * config.block_size * cache_itemsize
+    state_bytes = 0
+    if config.has_head:  # whose inputs are hidden states
+        draft_config = vllm_config.speculative_config.draft_model_config
+        state_bytes = draft_config.get_hidden_size() * draft_config.dtype.itemsize
     window_numbers = sum(layer.num_kv_heads * layer.head_size for layer in draft_layers.values())
     bytes_by_purpose = {
         "proposals' distributions": logits_bytes * config.num_speculative_tokens,
         **_selection_bytes(layers, config, vllm_config),
         "the draft's windows": window_bytes_per_number * window_numbers,
         "the draft's distributions": logits_bytes * config.gamma if draft_layers else 0,
-        "the head's states": seqs * _state_bytes(config, vllm_config) if config.has_head else 0,
+        "the head's states": seqs * config.state_capacity * state_bytes,
     }
     if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         bytes_by_purpose["graphs' logits"] = _logits(config, vllm_config, min(seqs, MAX_ROWS))
@@ -62,12 +66,6 @@ def _selection_bytes(layers: dict, config: ResolvedConfig, vllm_config) -> dict[
         "votes": 4 * seqs * pass_numbers,
         "queries": query_reqs * query_bytes,
     }
-
-
-def _state_bytes(config: ResolvedConfig, vllm_config) -> int:
-    """Return the bytes of the hidden states that a head may read of a request."""
-    draft_config = vllm_config.speculative_config.draft_model_config
-    return config.state_capacity * draft_config.get_hidden_size() * draft_config.dtype.itemsize
 
 
 def _itemsizes(vllm_config) -> tuple[int, int]:
