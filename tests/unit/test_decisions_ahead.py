@@ -41,10 +41,10 @@ class Clock:
 def decisions(measured: Measurements | None, clock: Clock | None = None) -> AsyncController:
     """Return decisions that have begun, unless nothing is measured."""
     config = TriForceConfig().with_defaults(can_adapt=True, model=DRAFT, has_fixed_shapes=True)
-    controller = Controller(config.resolve(32), SOURCES[:1], whole_rounds=True)
+    controller = Controller(config.resolve(32), SOURCES[:1], True, clock or Clock())
     if measured is not None:
         controller.start(CostModel(measured))
-    return AsyncController(controller, DRAFT, clock or Clock())
+    return AsyncController(controller, DRAFT)
 
 
 def steady(made: AsyncController, clock: Clock, names: list[str], candidate) -> dict:

@@ -109,15 +109,9 @@ class AsyncController:
         source_of_levels: whose tokens go through level 2.
     """
 
-    def __init__(
-        self,
-        controller: Controller,
-        source_of_levels: str | None,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, controller: Controller, source_of_levels: str | None) -> None:
         self.controller = controller
         self._source_of_levels = source_of_levels
-        self._clock = controller.clock = clock
         self._held: _Held | None = None
         self._pending: dict[int, _Pending] = {}
         self._num_steps = 0
@@ -149,7 +143,7 @@ class AsyncController:
             self._note_joined(joined)
         if not request_ids or (controller.chooses and controller.backoff.is_resting):
             return number, {}
-        start = self._clock()
+        start = self.controller.clock()
         if self._held is not None and start < self._held.until:
             controller.hold()
             return number, self._repeat(number, self._held, candidate)
@@ -166,7 +160,7 @@ class AsyncController:
             has_seed = any(c.has_seed for c in candidates)
             self._add_pending(number, plan, planned, contexts, has_seed)
             if controller.is_steady:
-                now = self._clock()
+                now = self.controller.clock()
                 until = now + min(_MAX_HOLD_S, (now - start) / _DECIDING_SHARE)
                 self._held = _Held(plan, set(request_ids), planned, until)
         return number, plan

@@ -59,7 +59,11 @@ class Controller:
     """
 
     def __init__(
-        self, config: ResolvedConfig, sources: Sequence[SourceTraits], whole_rounds: bool = False
+        self,
+        config: ResolvedConfig,
+        sources: Sequence[SourceTraits],
+        whole_rounds: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         # Sources that take no passes win where others gain the same.
@@ -86,7 +90,7 @@ class Controller:
         self._chosen: dict[str, Choice] = {}
         """Each request's newest choice."""
         self.num_decisions = self._num_held_steps = 0
-        self.clock: Callable[[], float] = time.perf_counter
+        self.clock = clock
 
     def takes_passes(self, source: str) -> bool:
         """True if a source drafts by passes of the draft model."""

@@ -57,9 +57,8 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
         if config.adaptive_keys:
             traits = [SOURCES[source].traits() for source in config.sources]
             self.decisions = AsyncController(
-                Controller(config, traits, whole_rounds=True),
+                Controller(config, traits, whole_rounds=True, clock=lambda: self.clock()),
                 config.sources[0],
-                lambda: self.clock(),
             )
         self._num_steps = 0
         # Time and request ids of the last output.
