@@ -13,7 +13,8 @@ def worker_of(llm):
 
 def built(llm):
     """What our worker has put together once the models are loaded."""
-    return worker_of(llm).triforce.built
+    triforce = worker_of(llm).triforce
+    return getattr(triforce, "built", triforce)  # Runner V1's adapter has the parts itself
 
 
 def controller_of(llm):

@@ -83,7 +83,7 @@ TABLE: list[Surface] = [
     overrides("v1/sample/rejection_sampler.py", "RejectionSampler.forward", "self, metadata, draft_probs, logits, sampling_metadata", "vllm_triforce/runner_v1/rejection.py"),
     overrides("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self, logits, sampling_metadata, metadata", "vllm_triforce/runner_v1/rejection.py"),
     overrides("v1/sample/rejection_sampler.py", "RejectionSampler._get_logprobs_tensors", "self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids", "vllm_triforce/runner_v1/rejection.py"),
-    calls("v1/sample/rejection_sampler.py", "rejection_sample", "draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, sampling_metadata", "vllm_triforce/runner_v1/acceptance.py"),
+    calls("v1/sample/rejection_sampler.py", "rejection_sample", "draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, sampling_metadata", "vllm_triforce/runner_v1/rejection.py"),
     has("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "biases", "vllm_triforce/runner_v1/rejection.py"),
     has("v1/sample/logits_processor/builtin.py", "MinPLogitsProcessor", "min_p min_p_count", "vllm_triforce/runner_v1/rejection.py"),
     has("v1/sample/logits_processor/builtin.py", "MinTokensLogitsProcessor", "min_toks", "vllm_triforce/runner_v1/rejection.py"),
@@ -100,9 +100,9 @@ TABLE: list[Surface] = [
     has("v1/worker/gpu_input_batch.py", "InputBatch", "thinking_budget_state_holder max_num_reqs sampling_metadata", "vllm_triforce/runner_v1/rejection.py"),
     has("config/vllm.py", "VllmConfig", "reasoning_config", "vllm_triforce/runner_v1/rejection.py"),
     # What requests ask of their logits, in the order of the sampler.
-    has("sampling_params.py", "SamplingParams", "allowed_token_ids bad_words_token_ids min_tokens all_stop_token_ids logit_bias repetition_penalty frequency_penalty presence_penalty", "vllm_triforce/runner_v1/logits_processing.py"),
+    has("sampling_params.py", "SamplingParams", "allowed_token_ids bad_words_token_ids min_tokens all_stop_token_ids logit_bias repetition_penalty frequency_penalty presence_penalty", "vllm_triforce/runner_v1/sampling.py"),
     does("v1/sample/rejection_sampler.py", "RejectionSampler.apply_logits_processors", "self.apply_penalties( < token_mask = < logits.masked_fill_( < apply_bad_words_with_drafts( < processor.apply_with_spec_decode(", "vllm_triforce/core/limits.py"),
-    does("v1/sample/sampler.py", "Sampler.apply_logits_processors", "apply_bad_words( < processor.apply( < self.apply_penalties(", "vllm_triforce/runner_v1/logits_processing.py"),
+    does("v1/sample/sampler.py", "Sampler.apply_logits_processors", "apply_bad_words( < processor.apply( < self.apply_penalties(", "vllm_triforce/runner_v1/sampling.py"),
     has("v1/sample/metadata.py", "SamplingMetadata", "all_greedy no_penalties max_num_logprobs logprob_token_ids allowed_token_ids_mask bad_words_token_ids thinking_budget_state_holder logitsprocs", "vllm_triforce/runner_v1/rejection.py"),
     has("v1/spec_decode/metadata.py", "SpecDecodeMetadata", "draft_token_ids num_draft_tokens max_spec_len", "vllm_triforce/runner_v1/rejection.py"),
     # The way of the counters.

@@ -137,7 +137,7 @@ HEADS: list[Surface] = [
     has(RUNNER, "GPUModelRunner", "use_aux_hidden_state_outputs execute_model_state", V1),
     has(RUNNER, "ExecuteModelState", "hidden_states aux_hidden_states", OFF),
     does(RUNNER, "GPUModelRunner.execute_model", "self.execute_model_state =", OFF),
-    has("v1/worker/gpu_input_batch.py", "InputBatch", "num_computed_tokens_cpu num_reqs", "vllm_triforce/runner_v1/hidden_states.py"),
+    has("v1/worker/gpu_input_batch.py", "InputBatch", "num_computed_tokens_cpu num_reqs", "vllm_triforce/runner_v1/runner.py"),
     has(RUNNER2, "GPUModelRunner", "use_aux_hidden_state_outputs vllm_config", OURS2),
     overrides(ALONE2, "StandaloneARSpeculator.load_draft_model", "self, target_model, target_attn_layer_names", OURS2),
     has("v1/worker/gpu/input_batch.py", "InputBatch", "positions", STATES2),

@@ -10,8 +10,7 @@ from tests.models import held_out_tokens, make_llama
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.metrics.report import counters_of
-from vllm_triforce.runner_v1 import build
-from vllm_triforce.runner_v1.retrieval import RetrievalLevel
+from vllm_triforce.runner_v1.retrieval import RetrievalLevel, allocate_summaries
 from vllm_triforce.selection import Summary
 
 pytestmark = pytest.mark.engine
@@ -97,9 +96,7 @@ def test_private_caches_are_allocated_with_care(engines, pair, monkeypatch):
     monkeypatch.setattr("vllm_triforce.cache.allocation.psutil.virtual_memory", lambda: memory)
     device = torch.device("cpu")
     with pytest.raises(MemoryError, match=r"summaries of .* blocks needs .*VLLM_CPU_KVCACHE_SPACE"):
-        build.allocate_summaries(
-            level2.cache.policy, attention_layers_of(llm), torch.float32, device, []
-        )
+        allocate_summaries(level2.cache.policy, attention_layers_of(llm), torch.float32, device, [])
     worker, keys = worker_of(llm), TriForceConfig().with_defaults(can_adapt=True).resolve(32)
     draft = worker.triforce
     with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max_speculating_seqs"):

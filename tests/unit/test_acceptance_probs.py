@@ -17,8 +17,7 @@ from vllm_triforce.controller.acceptance import (
     expected_by_length,
 )
 from vllm_triforce.controller.routes import HIERARCHICAL, Choice, SourceTraits
-from vllm_triforce.runner_v1.acceptance import acceptance_probs
-from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler
+from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler, acceptance_probs
 from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
 
 CPU = torch.device("cpu")
@@ -114,7 +113,7 @@ def test_the_rejection_sampler_records_each_rows_draft_tokens(top_p):
         temperature=temperature,
         top_p=None if top_p is None else torch.full((3,), top_p),
     )
-    greedy, none, sampled = sampler.acceptance.by_row()
+    greedy, none, sampled = sampler.acceptance_by_row()
     agrees = logits[places[:3].long()].argmax(-1) == ids[:3]
     assert greedy == agrees.float().tolist() and none == []
     p = (logits[places[3:].long()] / 0.5).softmax(-1)
@@ -134,7 +133,7 @@ def test_a_greedy_batch_records_which_tokens_are_the_likeliest():
     ids[1] = (ids[1] + 1) % VOCAB
     sampler = CompleteRejectionSampler(Sampler(), None, CPU)
     verify(sampler, [2, 2], ids, None, logits)
-    assert sampler.acceptance.by_row() == [[1.0, 0.0], [1.0, 1.0]]
+    assert sampler.acceptance_by_row() == [[1.0, 0.0], [1.0, 1.0]]
 
 
 def test_vllms_function_is_back_after_the_test():

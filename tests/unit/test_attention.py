@@ -103,11 +103,11 @@ def test_only_the_platforms_own_is_loaded():
 
 
 def test_a_ragged_runner_refuses_a_backend_of_fixed_shapes(monkeypatch):
-    from vllm_triforce.runner_v1 import build
+    from vllm_triforce.runner_v1 import retrieval
 
-    monkeypatch.setattr(build, "current_platform", platform("CUDA"))
+    monkeypatch.setattr(retrieval, "current_platform", platform("CUDA"))
     with pytest.raises(ValueError, match=r"'gpu' has passes of fixed shapes.*unset VLLM_USE_V2"):
-        build.ragged_attention()
+        retrieval.ragged_attention()
 
 
 @pytest.fixture(scope="module")

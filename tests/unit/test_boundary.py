@@ -7,9 +7,8 @@ import torch
 
 from vllm_triforce.runner_v1.draft_batch import Proposal
 from vllm_triforce.runner_v1.draft_probs import Check, ContractViolation, DraftProbsStore
-from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.runner import RunnerAdapterV1
-from vllm_triforce.runner_v1.sampling import SamplingRows
+from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows
 from vllm_triforce.runner_v1.verification import verify
 
 VOCAB = 8
@@ -122,7 +121,7 @@ def test_a_nan_changes_no_distribution_of_the_tokens_before_it(has_nan):
     adapter = object.__new__(RunnerAdapterV1)
     adapter._draft_probs = DraftProbsStore(check=Check.RAISE)
     disabled = {"one"} if has_nan else set()
-    adapter.built = SimpleNamespace(speculator=SimpleNamespace(disabled_requests=disabled))
+    adapter.speculator = SimpleNamespace(disabled_requests=disabled)
     batch = SimpleNamespace(request_ids=["one"], sampling=SamplingRows(torch.ones(1)))
     probs = [distribution(0), distribution(1)]
     adapter._export_proposal(batch, Proposal([[1, 2]], [probs], [5 if has_nan else 2]))

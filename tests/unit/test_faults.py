@@ -13,8 +13,7 @@ from tests.refusals import engine_config
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.config.check_draft import check_head
 from vllm_triforce.core.draft_cache import loading_draft
-from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.sampling import SamplingRows
+from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows
 from vllm_triforce.runner_v1.verification import verify
 
 # The draft's files.

@@ -14,8 +14,7 @@ from scipy import stats
 
 from tests.asked import sampled_from
 from vllm_triforce.runner_v1 import verification as inner
-from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.sampling import SamplingRows, token_distribution
+from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows, token_distribution
 from vllm_triforce.runner_v1.sources.draft_model import DraftModel
 from vllm_triforce.runner_v1.sources.source import Draft
 

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
-from vllm_triforce.runner_v1.logits_processing import LogitsProcessing
+from vllm_triforce.runner_v1.sampling import LogitsProcessing
 
 VOCAB_SIZE, DEVICE = 23, torch.device("cpu")
 ASKED: dict[str, dict] = {

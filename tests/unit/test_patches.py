@@ -234,6 +234,7 @@ OUR_OBJECTS = {
     "self._planned",
     "self._recorder",
     "self._slots",
+    "self._steps",
     "self.counters",
     "self.known",
     "counters",
@@ -271,7 +272,6 @@ BY_HAND = {
     "runner_v2/adapters.py": {"self._state.__dict__", "self._state.drafts"},
     "runner_v2/grammar_masks.py": {"masks.__dict__"},
     "runner_v2/decode_graphs.py": {"replacement.__dict__", "replacement.recorder"},
-    "runner_v1/rejection.py": {"sampler.acceptance"},
     "runner_v2/rejection.py": {
         "sampler.__dict__",
         "sampler.draft_logits",

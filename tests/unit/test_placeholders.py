@@ -87,7 +87,7 @@ def test_drafts_beyond_gamma_fit_the_positions(num_rows, longest):
         request_ids=list(map(str, range(num_rows))),
         max_num_tokens=[32] * num_rows,
         num_computed_tokens=[100] * num_rows,
-        sampling=SimpleNamespace(take=lambda rows: None, seeds=None),
+        sampling=SimpleNamespace(take=lambda rows: SimpleNamespace(seeds=[])),
         __len__=lambda its: num_rows,
     )
     asked = {}
@@ -95,7 +95,8 @@ def test_drafts_beyond_gamma_fit_the_positions(num_rows, longest):
     def draft(batch, proposal, rows, max_tokens, *_):
         asked[num_rows] = max_tokens
 
-    level1 = SimpleNamespace(gamma=4, draft=draft)
+    controller = SimpleNamespace(config=SimpleNamespace(gamma=4))
+    level1 = SimpleNamespace(controller=controller, draft=draft)
     level2 = SimpleNamespace(max_tokens=40)
     noise = SimpleNamespace(begin=lambda *_: None)
     levels = LevelsV1(batch, level1, level2, noise, set())

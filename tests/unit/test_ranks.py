@@ -4,9 +4,8 @@ whenever each sees a NaN is said in ``tests/parity`` (nan-*): rows and slots fol
 import pytest
 import torch
 
-from vllm_triforce.runner_v1.acceptance import acceptance_probs
-from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.sampling import SamplingRows
+from vllm_triforce.runner_v1.rejection import acceptance_probs
+from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows
 from vllm_triforce.runner_v1.sources.draft_model import DraftModel
 from vllm_triforce.runner_v1.sources.source import Draft
 from vllm_triforce.runner_v1.verification import verify

@@ -9,7 +9,7 @@ import torch
 
 from vllm_triforce.cache.streaming import StateWindow
 from vllm_triforce.runner_v1.batch import RunnerBatch
-from vllm_triforce.runner_v1.hidden_states import HiddenStates
+from vllm_triforce.runner_v1.sources.head import HiddenStates
 
 RECENT, CAPACITY = 12, 24
 MOST = 5  # tokens of a proposal

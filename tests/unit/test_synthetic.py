@@ -12,10 +12,8 @@ from tests.unit.test_acceptance_probs import VOCAB, verify, vllms_kernels  # noq
 from vllm_triforce.config.synthetic import extend_rates, rates_by_place
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.runner_v1 import verification
-from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler
-from vllm_triforce.runner_v1.sampling import SamplingRows
-from vllm_triforce.runner_v1.synthetic import SyntheticTest
+from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler, SyntheticTest
+from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows
 
 CPU = torch.device("cpu")
 
@@ -59,10 +57,10 @@ def test_a_nan_ends_a_proposal_at_any_rate():
 def test_level_3_accepts_each_place_at_the_rate_of_its_route(all_greedy):
     num_reqs, rates, direct_rate = 1200, [0.9, 0.45, 0.36], 0.6
     names = [f"{i}" for i in range(num_reqs)]
-    sampler = CompleteRejectionSampler(Sampler(), None, CPU)
     batch = type("Batch", (), {"req_ids": names})
-    sampler.acceptance = SyntheticTest(rates, direct_rate, batch, seed=0)
-    sampler.acceptance.note_routes(names, [HIERARCHICAL, "prompt_lookup"] * (num_reqs // 2))
+    routes = dict(zip(names, [HIERARCHICAL, "prompt_lookup"] * (num_reqs // 2)))
+    synthetic = SyntheticTest(rates, direct_rate, batch, routes, seed=0)
+    sampler = CompleteRejectionSampler(Sampler(), None, CPU, synthetic)
     ids = torch.full((3 * num_reqs,), 7)
     logits = torch.zeros(4 * num_reqs, VOCAB)
     logits[:, 4] = 30.0
@@ -74,7 +72,7 @@ def test_level_3_accepts_each_place_at_the_rate_of_its_route(all_greedy):
         counts = accepted[first::2]
         for place, rate in enumerate(by_place):
             assert_rate(int((counts > place).sum()), int((counts >= place).sum()), rate)
-    assert sampler.acceptance.by_row() is None, "the controller learns from what was accepted"
+    assert sampler.acceptance_by_row() is None, "the controller learns from what was accepted"
 
 
 GIVEN = {"rejection_sample_method": "synthetic"}

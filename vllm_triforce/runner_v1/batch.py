@@ -1,6 +1,6 @@
 """Rows of Model Runner V1's batch as the speculator's input, and limits of their proposals."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 
 import numpy as np
@@ -15,8 +15,7 @@ from vllm_triforce.core.limits import (
     sampling_seed,
 )
 from vllm_triforce.runner_v1.draft_batch import PLACEHOLDER, DraftBatch
-from vllm_triforce.runner_v1.logits_processing import LogitsProcessing
-from vllm_triforce.runner_v1.sampling import SamplingRows
+from vllm_triforce.runner_v1.sampling import LogitsProcessing, SamplingRows
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -29,7 +28,7 @@ class RunnerBatch:
     """
 
     def __init__(
-        self, runner, config: ResolvedConfig, recorder, disabled: Collection[str], device
+        self, runner, config: ResolvedConfig, recorder, disabled: Container[str], device
     ) -> None:
         self._runner = runner
         self._config = config
@@ -65,7 +64,7 @@ class RunnerBatch:
             max_tokens = min(max_tokens, params.min_tokens - num_emitted - 1)
         return max_tokens
 
-    def limit_rows(self, rows: list[int], speculating: Collection[str], max_rows: int) -> list[int]:
+    def limit_rows(self, rows: list[int], speculating: Container[str], max_rows: int) -> list[int]:
         """Choose at most ``max_rows`` rows, requests that are ``speculating`` first.
 
         Each proposed token of a sampled request keeps a distribution over the vocabulary until it
@@ -77,7 +76,7 @@ class RunnerBatch:
         by_age = sorted(rows, key=lambda row: request_ids[row] not in speculating)
         return sorted(by_age[:max_rows])
 
-    def rows_with_states(self, held: Collection[str], max_rows: int) -> list[int]:
+    def rows_with_states(self, held: Container[str], max_rows: int) -> list[int]:
         """Choose at most ``max_rows`` rows whose hidden states a head may read.
 
         Contexts that may be speculated on now go first, and requests in ``held`` before others.
@@ -105,15 +104,6 @@ class RunnerBatch:
         """
         requests = self._runner.requests
         return [requests[i].mrope_position_delta if i in requests else 0 for i in request_ids]
-
-    def gives_first_token(self, counts: list[int]) -> bool:
-        """True if any request gets its first token in this step."""
-        request_ids = self._runner.input_batch.req_ids
-        # The new token is not among the outputs yet.
-        return any(
-            count and not self._runner.requests[request_id].output_token_ids
-            for request_id, count in zip(request_ids, counts)
-        )
 
     def draft_batch(
         self, rows, computed, max_lens, num_rejected, sampled, counts, metadata

@@ -1,6 +1,6 @@
 """Input and output of Runner V1's speculator: requests to speculate on, and their proposals."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,7 +41,7 @@ class DraftBatch:
         default_factory=list
     )
     """Each changes logits, [vocab_size], in place, given the tokens that follow ``token_ids``
-    (``logits_processing.py``). None for requests that change no logits; empty if none does."""
+    (``LogitsProcessing``). None for requests that change no logits; empty if none does."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -60,6 +60,25 @@ class DraftBatch:
     def has_seed(self, row: int) -> bool:
         """True if a request samples with a seed."""
         return bool(self.sampling.seeds) and self.sampling.seeds[row] is not None
+
+    def process_logits(
+        self,
+        logits: torch.Tensor,  # [num_places, vocab_size]
+        proposal: "Proposal",
+        places: Iterable[tuple[int, list[int]]],
+    ) -> torch.Tensor:  # [num_places, vocab_size], float32 if any request changes its logits
+        """Process the logits of every place. ``logits`` may be changed in place.
+
+        Args:
+            places: the row and the tokens drafted after its proposal, per place.
+        """
+        if not any(self.logits_processors):
+            return logits
+        logits = logits.float()
+        for place_logits, (row, draft) in zip(logits, places):
+            if (processor := self.logits_processors[row]) is not None:
+                processor(place_logits, [*proposal.token_ids[row], *draft])
+        return logits
 
     def take(self, rows: list[int], max_num_tokens: list[int]) -> "DraftBatch":
         """Return the requests of ``rows`` with other maximum lengths."""

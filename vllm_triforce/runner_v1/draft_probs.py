@@ -13,7 +13,6 @@ tokens get one-hot rows: fewer are accepted, and the output stays exact.
 """
 
 import os
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -57,13 +56,6 @@ class ContractViolation(AssertionError):
     """A proposal violates level 3's contract and could have biased a request's output."""
 
 
-@dataclass
-class _Proposal:
-    token_ids: list[int]
-    probs: list[torch.Tensor | None]
-    """[vocab_size], float32, per token; None for a one-hot distribution."""
-
-
 class DraftProbsStore:
     """Proposals of sampled requests, from level 2's draw to level 3's test.
 
@@ -77,7 +69,8 @@ class DraftProbsStore:
     def __init__(self, on_violation=lambda: None, check: Check | None = None) -> None:
         self._check = Check.from_environment() if check is None else check
         self._on_violation = on_violation
-        self._proposals: dict[str, _Proposal] = {}
+        self._proposals: dict[str, tuple[list[int], list[torch.Tensor | None]]] = {}
+        """Tokens and their distributions, [vocab_size], float32, None for one-hot, by request."""
 
     def export_proposal(
         self,
@@ -92,7 +85,7 @@ class DraftProbsStore:
             probs: [vocab_size] per token, the distribution it was drawn from; None for one-hot.
             num_planned: tokens that were decided on, each before it was drawn.
         """
-        self._proposals.pop(request_id, None)
+        self.forget(request_id)
         if all(p is None for p in probs):
             return
         if len(token_ids) != num_planned:
@@ -100,7 +93,7 @@ class DraftProbsStore:
         elif len(probs) != len(token_ids):
             self._report(request_id, f"{len(probs)} rows of q for {len(token_ids)} tokens")
         elif self._check is Check.SHAPES or self._are_valid(request_id, token_ids, probs):
-            self._proposals[request_id] = _Proposal(token_ids, probs)
+            self._proposals[request_id] = token_ids, probs
 
     def forget(self, request_id: str) -> None:
         """Drop a request's proposal, if it has one."""
@@ -126,15 +119,6 @@ class DraftProbsStore:
             return None
         if all(row is None for row in rows):
             return None
-        q = self._lay_out(rows, token_ids)
-        return q if self._matches_tokens(q, token_ids) else None
-
-    def __len__(self) -> int:
-        return len(self._proposals)
-
-    @staticmethod
-    def _lay_out(rows: list[torch.Tensor | None], token_ids: list[int]) -> torch.Tensor:
-        """Copy the rows into one tensor; None becomes a one-hot row."""
         first = next(row for row in rows if row is not None)
         q = first.new_zeros(len(rows), len(first))
         for place, (token, row) in enumerate(zip(token_ids, rows)):
@@ -143,36 +127,28 @@ class DraftProbsStore:
             else:
                 q[place] = row
                 rows[place] = None  # free each row's memory once it is copied
+        if self._check is not Check.SHAPES:
+            token_probs = q[torch.arange(len(q)), torch.tensor(token_ids)]
+            if not bool((token_probs > 0).all()):
+                self._report(None, f"q gives the tokens {token_probs.tolist()}")
+                return None
         return q
 
-    def _matches_tokens(self, q: torch.Tensor, token_ids: list[int]) -> bool:
-        """True if q has a row per token that gives the token a probability above 0."""
-        if len(q) != len(token_ids):
-            self._report(None, f"{len(q)} rows of q for {len(token_ids)} tokens")
-            return False
-        if self._check is Check.SHAPES:
-            return True
-        token_probs = q[torch.arange(len(q)), torch.tensor(token_ids)]
-        if bool((token_probs > 0).all()):
-            return True
-        self._report(None, f"q gives the tokens {token_probs.tolist()}")
-        return False
+    def __len__(self) -> int:
+        return len(self._proposals)
 
     def _rows(self, request_id: str, token_ids: list[int]) -> list[torch.Tensor | None]:
         """Remove a request's proposal and return its rows of q, None for one-hot rows."""
-        proposal = self._proposals.pop(request_id, None)
-        one_hot: list[torch.Tensor | None] = [None] * len(token_ids)
-        if proposal is None:
-            return one_hot
-        if proposal.token_ids[: len(token_ids)] != token_ids:
-            # Without the tokens, which are the user's.
-            self._report(
-                request_id,
-                f"the {len(token_ids)} verified tokens are not the first of the "
-                f"{len(proposal.token_ids)} drafted ones",
-            )
-            return one_hot
-        return proposal.probs[: len(token_ids)]
+        count = len(token_ids)
+        drafted_ids, probs = self._proposals.pop(request_id, (token_ids, [None] * count))
+        if drafted_ids[:count] == token_ids:
+            return probs[:count]
+        # Without the tokens, which are the user's.
+        self._report(
+            request_id,
+            f"the {count} verified tokens are not the first of the {len(drafted_ids)} drafted ones",
+        )
+        return [None] * count
 
     def _are_valid(self, request_id: str, token_ids, probs) -> bool:
         """True if every row sums to 1 and gives its token a probability above 0."""

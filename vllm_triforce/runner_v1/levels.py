@@ -1,42 +1,35 @@
 """Levels 1 and 2 of Runner V1. Rows are ragged, and finished rows drop out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from vllm_triforce.controller import Controller
 from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
-from vllm_triforce.runner_v1.logits_processing import process_logits
-from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
+from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows
 from vllm_triforce.runner_v1.sources.source import Draft, DraftSource, Match
 from vllm_triforce.runner_v1.verification import Verified, verify
 
+Matches = dict[str, Sequence[Match | None]]
+"""Each source's matches for some rows."""
 
-@dataclass
-class Matches:
-    """Each source's matches for some rows."""
 
-    by_source: Mapping[str, Sequence[Match | None]]
-
-    def classes(self, i: int) -> dict[str, int | None]:
-        """Return the match class of each source for the ``i``-th row, None for no tokens."""
-        row_matches = {name: matches[i] for name, matches in self.by_source.items()}
-        return {n: None if match is None else match.match_class for n, match in row_matches.items()}
+def match_classes(matches: Matches, i: int) -> dict[str, int | None]:
+    """Return the match class of each source for the ``i``-th row, None for no tokens."""
+    of_row = {name: by_row[i] for name, by_row in matches.items()}
+    return {name: None if match is None else match.match_class for name, match in of_row.items()}
 
 
 @dataclass
-class RoutedDraft:
-    """Draft and the source of each row, None for rows without one."""
+class RoutedDraft(Draft):
+    """Draft, and the source of each row, None for rows without one."""
 
-    draft: Draft
-    sources: list[str | None]
-    match_classes: list[int | None]
-    with_model: list[bool]
-    """True for rows whose tokens took passes of the draft model."""
-    classes: list[list[int]]
+    sources: list[str | None] = field(default_factory=list)
+    match_classes: list[int | None] = field(default_factory=list)
+    classes: list[list[int]] = field(default_factory=list)
     """Confidence class of each row's tokens; empty without a stop rule."""
 
 
@@ -53,15 +46,17 @@ class Level1:
     ) -> None:
         self.sources = {source.name: source for source in sources}
         self._traits = {source.name: source.traits() for source in sources}
-        self._controller = controller
+        self.model = next((source for source in sources if source.needs_model), None)
+        """Source with the draft model, None if there is none."""
+        self.controller = controller
         self._vocab_size = vocab_size
 
     def draft(self, batch, proposal, rows, max_tokens, sampling, noise) -> RoutedDraft:
         """Draft at most ``max_tokens[i]`` tokens for level 2, to follow ``rows[i]``'s proposal."""
         matches = self.find_matches(batch, proposal, rows)
-        classes = [matches.classes(i) for i in range(len(rows))]
+        classes = [match_classes(matches, i) for i in range(len(rows))]
         choices = [
-            self._controller.choose_draft(
+            self.controller.choose_draft(
                 batch.request_ids[row], batch.has_seed(row), row_classes, len(rows), row_max
             )
             for row, row_classes, row_max in zip(rows, classes, max_tokens)
@@ -70,17 +65,13 @@ class Level1:
         draft = self.draft_from_sources(
             choices, matches, batch, proposal, rows, sampling, noise, rule
         )
-        sources = [source for source, _ in choices]
-        return RoutedDraft(
-            draft,
-            sources,
-            [
-                None if name is None else self._traits[name].match_class(row_classes)
-                for name, row_classes in zip(sources, classes)
-            ],
-            [name is not None and self.sources[name].needs_model for name in sources],
-            [[] for _ in rows] if rule is None else rule.classes,
-        )
+        draft.sources = [name for name, _ in choices]
+        draft.match_classes = [
+            None if name is None else self._traits[name].match_class(row_classes)
+            for name, row_classes in zip(draft.sources, classes)
+        ]
+        draft.classes = [[] for _ in rows] if rule is None else rule.classes
+        return draft
 
     def _with_rule(
         self,
@@ -91,30 +82,26 @@ class Level1:
     ) -> tuple[StopRule | None, list[tuple[str | None, int]]]:
         """Return the rule that ends the model's drafts, and the choices at full length for it."""
         model = self.model
-        if model is None or not any(name == model.name and count for name, count in choices):
+        is_drafting = model is not None and any(n == model.name and count for n, count in choices)
+        if model is None or not model.stops_early or not is_drafting:
             return None, choices
         has_seed = [batch.has_seed(row) for row in rows]
         ids = [batch.request_ids[row] for row in rows]
-        rule = None
-        if model.stops_early:
-            rule = self._controller.rule_for_round(model.name, ids, has_seed)
+        rule = self.controller.rule_for_round(model.name, ids, has_seed)
         if rule is None:
             return None, choices
-        gamma = self._controller.config.gamma
-        longest = [
-            (name, min(gamma, row_max))
-            if name == model.name and count and not seeded
-            else (name, count)
+        gamma = self.controller.config.gamma
+        return rule, [
+            (name, min(gamma, row_max) if name == model.name and count and not seeded else count)
             for (name, count), row_max, seeded in zip(choices, max_tokens, has_seed)
         ]
-        return rule, longest
 
     def find_matches(self, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> Matches:
         """Find the matches of every source that may be used."""
         sources = list(self.sources.values())
-        if not self._controller.chooses_source:
+        if not self.controller.chooses_source:
             sources = sources[:1]
-        return Matches({s.name: s.find_matches(batch, proposal, rows) for s in sources})
+        return {s.name: s.find_matches(batch, proposal, rows) for s in sources}
 
     def draft_from_sources(
         self,
@@ -126,66 +113,40 @@ class Level1:
         sampling,
         noise,
         rule: StopRule | None = None,
-    ) -> Draft:
+    ) -> RoutedDraft:
         """Draft each row's tokens from its source; ``rule`` ends those of the model."""
-        merged = Draft.empty(len(rows))
+        merged = RoutedDraft.empty(len(rows))
         for name, source in self.sources.items():
             max_tokens = [count if chosen == name else 0 for chosen, count in choices]
-            if not any(max_tokens):
-                continue
-            source_matches = matches.by_source[name]
-            options = {} if rule is None or not source.stops_early else {"stop": rule}
-            draft = source.draft(
-                batch, proposal, rows, max_tokens, source_matches, sampling, noise, **options
-            )
-            self._truncate(source, draft, max_tokens)
-            merged.copy_rows(draft, [i for i, count in enumerate(max_tokens) if count])
+            if any(max_tokens):
+                draft = self.draft_from(
+                    source, batch, proposal, rows, max_tokens, matches[name], sampling, noise, rule
+                )
+                merged.copy_rows(draft, [i for i, count in enumerate(max_tokens) if count])
         return merged
 
-    def draft_directly(
+    def draft_from(
         self,
-        name: str,
+        source: DraftSource,
         batch: DraftBatch,
         proposal: Proposal,
-        rows: list[int],
-        max_tokens: list[int],
+        rows: Sequence[int],
+        max_tokens: Sequence[int],
         matches: Sequence[Match | None],  # of ``rows``
-        noise: InnerNoise,
+        sampling,
+        noise,
         rule: StopRule | None = None,
     ) -> Draft:
-        """Draft ``max_tokens[i]`` tokens for level 3, all from one source, or up to ``rule``."""
-        source, sampling = self.sources[name], None
-        if source.needs_model:
-            start_noise(noise, batch, proposal, rows)
-            sampling = batch.sampling.take(rows)
-        options = {} if rule is None else {"stop": rule}
+        """Draft ``max_tokens[i]`` tokens for ``rows[i]`` from one source, or up to ``rule``."""
+        options = {} if rule is None or not source.stops_early else {"stop": rule}
         draft = source.draft(batch, proposal, rows, max_tokens, matches, sampling, noise, **options)
-        self._truncate(source, draft, max_tokens)
+        if not source.needs_model:
+            # Sources come from other packages too and are not trusted: cut drafts at the slots' end
+            # and at the first id outside the vocabulary.
+            for i, (token_ids, count) in enumerate(zip(draft.token_ids, max_tokens)):
+                valid = takewhile(lambda token: 0 <= token < self._vocab_size, token_ids[:count])
+                draft.token_ids[i] = [int(token) for token in valid]
         return draft
-
-    def _truncate(self, source: DraftSource, draft: Draft, max_tokens: Sequence[int]) -> None:
-        """Cut drafts at the slots' end and at the first id outside the vocabulary."""
-        if source.needs_model:
-            return
-        # Sources come from other packages too and are not trusted.
-        for i, (token_ids, count) in enumerate(zip(draft.token_ids, max_tokens)):
-            valid_ids = takewhile(lambda token: 0 <= token < self._vocab_size, token_ids[:count])
-            draft.token_ids[i] = [int(token) for token in valid_ids]
-
-    @property
-    def synthetic_rate(self) -> float | None:
-        """Rate at which level 2 accepts any token; None for its own test."""
-        return self._controller.config.synthetic_level1_acceptance
-
-    @property
-    def gamma(self) -> int:
-        """Tokens that a draft of each row may have in any case."""
-        return self._controller.config.gamma
-
-    @property
-    def model(self) -> DraftSource | None:
-        """Source with the draft model, None if there is none."""
-        return next((source for source in self.sources.values() if source.needs_model), None)
 
     def num_uncached_tokens(
         self, request_id: str, num_tokens: int, classes: Mapping[str, int | None]
@@ -218,10 +179,14 @@ class Level1:
             source.release(request_id)
 
 
-def start_noise(noise: InnerNoise, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> None:
-    """Start each row's noise at its place in the sequence."""
-    seeds = [batch.sampling.seeds[row] for row in rows] if batch.sampling.seeds else []
-    noise.begin(seeds, [(batch.num_computed_tokens[r], len(proposal.token_ids[r])) for r in rows])
+def start_round(
+    noise: InnerNoise, batch: DraftBatch, proposal: Proposal, rows: list[int]
+) -> SamplingRows:
+    """Start each row's noise at its place in the sequence, and return the rows' parameters."""
+    sampling = batch.sampling.take(rows)
+    places = [(batch.num_computed_tokens[row], len(proposal.token_ids[row])) for row in rows]
+    noise.begin(sampling.seeds, places)
+    return sampling
 
 
 class LevelsV1:
@@ -242,6 +207,7 @@ class LevelsV1:
         self.batch = batch
         self.proposal = Proposal.empty(len(batch))
         self._level1, self._level2 = level1, level2
+        self._config = level1.controller.config
         self._noise, self._disabled = noise, disabled
 
     def begin(self) -> None:
@@ -258,10 +224,9 @@ class LevelsV1:
             return None
         # Each pass of level 2 adds a token, hence one draft less. Of drafts beyond ``gamma``, those
         # that would make the pass larger than a step's are cut: vLLM has no larger buffers.
-        longest = max(self._level1.gamma, self._level2.max_tokens // len(rows) - 1)
+        longest = max(self._config.gamma, self._level2.max_tokens // len(rows) - 1)
         self._max_drafts = [min(self._num_missing(row) - 1, longest) for row in rows]
-        self._sampling = self.batch.sampling.take(rows)
-        start_noise(self._noise, self.batch, self.proposal, rows)
+        self._sampling = start_round(self._noise, self.batch, self.proposal, rows)
         return rows
 
     def draft(self, rows: list[int]) -> RoutedDraft:
@@ -270,28 +235,28 @@ class LevelsV1:
         )
 
     def forward(self, rows: list[int], draft: RoutedDraft):
-        token_ids = draft.draft.token_ids
+        token_ids = draft.token_ids
         logits = self._level2.forward(self.batch, self.proposal, rows, token_ids)
         places = (
             (row, row_ids[:count])
             for row, row_ids in zip(rows, token_ids)
             for count in range(len(row_ids) + 1)
         )
-        return process_logits(logits, self.batch, self.proposal, places)
+        return self.batch.process_logits(logits, self.proposal, places)
 
     def verify(self, rows: list[int], draft: RoutedDraft, logits) -> Verified:
-        request_ids, level1_draft = self.batch.request_ids, draft.draft
+        request_ids = self.batch.request_ids
         verified = verify(
-            level1_draft.token_ids,
-            level1_draft.probs,
+            draft.token_ids,
+            draft.probs,
             logits,
             self._sampling,
             self._noise,
-            self._level1.synthetic_rate,
+            self._config.synthetic_level1_acceptance,
         )
         for row, token_ids, probs in zip(rows, verified.token_ids, verified.probs):
             self.proposal.extend(row, token_ids, probs)
-        for i in level1_draft.nan_rows:
+        for i in draft.nan_rows:
             self._level1.clean(request_ids[rows[i]])
             self._disabled.add(request_ids[rows[i]], "level 1's (the draft's)")
         for i in verified.nan_rows:

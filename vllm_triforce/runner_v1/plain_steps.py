@@ -8,7 +8,6 @@ same wrapper times the steps for the controller.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_triforce.controller import Controller, StepTime
@@ -21,24 +20,13 @@ from vllm_triforce.scheduler.placeholders import drop_placeholder_rows, without_
 from vllm_triforce.vllm_patches import swaps
 
 
-@dataclass
-class _TimedStep:
-    """Decode step whose time is known when the next step begins."""
-
-    start: float
-    request_ids: frozenset[str]
-    time: StepTime
-    """Its ``seconds`` are filled in when the next step begins."""
-    planned: Planned | None
-    """The controller's plan for its drafts."""
-
-
 class PlainSteps:
     """Wraps the runner's ``execute_model``, ``sample_tokens`` and ``_sample``.
 
     Args:
         recorder: recorder of the full pass's queries, which a plain step does not need.
-        on_new_blocks: called with the blocks that a step will overwrite, by KV cache group.
+        on_new_blocks: called with the blocks that a step will overwrite, by KV cache group, if
+            level 2 has summaries of blocks.
         on_finished: called after the runner has removed finished requests.
         on_states: takes a step's ``SchedulerOutput`` and the target's states that a head reads,
             if there is one.
@@ -49,7 +37,7 @@ class PlainSteps:
         runner,
         controller: Controller,
         recorder,
-        on_new_blocks: Callable[[tuple[list[int], ...]], None],
+        on_new_blocks: Callable[[tuple[list[int], ...]], None] | None,
         on_finished: Callable[[], None],
         on_states: Callable[[Any, Sequence], None] | None = None,
     ) -> None:
@@ -63,8 +51,13 @@ class PlainSteps:
         self._execute_model = swaps.EXECUTE_MODEL.set(runner, self.execute_model)
         self._sample_tokens = swaps.SAMPLE_TOKENS.set(runner, self.sample_tokens)
         self._sample = swaps.SAMPLE.set(runner, self.sample)
-        self._last_step: _TimedStep | None = None
-        self._propose_seconds = 0.0
+        self._last_step: tuple[float, frozenset[str], StepTime, Planned | None] | None = None
+        """Start of the last decode step, its requests, its time, whose seconds are known when the
+        next step begins, and the controller's plan for its drafts."""
+        self.propose_seconds = 0.0
+        """Seconds that the current step spends on its proposal."""
+        self.gives_first_token = False
+        """True if a request gets its first token in this step."""
         self._present: frozenset[str] = frozenset()
         """Requests of the last step. A request may be skipped for some steps without notice."""
         self._has_seed = False
@@ -78,10 +71,6 @@ class PlainSteps:
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
 
-    def add_propose_seconds(self, seconds: float) -> None:
-        """Add to the time that the current step spends on its proposal."""
-        self._propose_seconds += seconds
-
     def execute_model(self, scheduler_output, *args, **kwargs):
         """Run a step, as a plain one if nothing will be proposed."""
         forget_blocks(self._runner, blocks_kept(scheduler_output))
@@ -93,19 +82,17 @@ class PlainSteps:
         if backoff.wants_times:
             self._time_step(scheduler_output, has_changed)
         else:
-            self._last_step, self._propose_seconds = None, 0.0
-        self._announce_new_blocks(scheduler_output)
+            self._last_step, self.propose_seconds = None, 0.0
+        if self._on_new_blocks is not None:
+            self._announce_new_blocks(scheduler_output, self._on_new_blocks)
+        self.gives_first_token = self._note_prefills(scheduler_output)
         # A first token does not wait for proposals. Seeded requests propose all the same, since
         # their samples must not depend on arrivals.
-        gives_first_token = (
-            self._note_prefills(scheduler_output)
-            and "context" in self._controller.chooses
-            and not self._has_seed
+        is_prefill = (
+            self.gives_first_token and "context" in self._controller.chooses and not self._has_seed
         )
         has_no_room = not scheduler_output.num_spec_tokens_to_schedule
-        is_plain = not self._scheduled_drafts and (
-            backoff.is_resting or gives_first_token or has_no_room
-        )
+        is_plain = not self._scheduled_drafts and (backoff.is_resting or is_prefill or has_no_room)
         self._recorder.paused = is_plain
         if is_plain:
             swaps.SPECULATIVE_CONFIG.set(self._runner, None)
@@ -199,13 +186,13 @@ class PlainSteps:
             self._controller.requests_joined()
         return bool(done)
 
-    def _announce_new_blocks(self, scheduler_output) -> None:
+    def _announce_new_blocks(self, scheduler_output, on_new_blocks) -> None:
         """Call ``on_new_blocks`` with the blocks that this step will overwrite."""
         has_connector = scheduler_output.kv_connector_metadata is not None
         for request in scheduler_output.scheduled_new_reqs:
             # Blocks of a cached prefix are not written, unless a connector fills them.
             num_kept = 0 if has_connector else request.num_computed_tokens
-            self._on_new_blocks(
+            on_new_blocks(
                 tuple(
                     ids[num_kept // size :]
                     for ids, size in zip(request.block_ids, self._block_sizes)
@@ -213,7 +200,7 @@ class PlainSteps:
             )
         for block_ids in scheduler_output.scheduled_cached_reqs.new_block_ids:
             if block_ids is not None:
-                self._on_new_blocks(block_ids)
+                on_new_blocks(block_ids)
 
     def _time_step(self, scheduler_output, has_changed: bool) -> None:
         """Report the last step's time to the controller and start timing this step.
@@ -226,18 +213,19 @@ class PlainSteps:
         scheduled = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
         last, self._last_step = self._last_step, None
-        proposal_seconds, self._propose_seconds = self._propose_seconds, 0.0
+        proposal_seconds, self.propose_seconds = self.propose_seconds, 0.0
         planned = self._controller.take_plan()
         if has_changed or not scheduled:
             return
-        if last is not None and last.request_ids == scheduled.keys():
-            step_time = replace(last.time, seconds=now - last.start - proposal_seconds)
-            self._controller.observe_step(step_time, last.planned)
+        if last is not None and last[1] == scheduled.keys():
+            start, _, step, last_planned = last
+            step.seconds = now - start - proposal_seconds
+            self._controller.observe_step(step, last_planned)
         cached = scheduler_output.scheduled_cached_reqs
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
         decode_tokens = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
         if tokens == decode_tokens and (drafts or self._controller.backoff.is_settled):
-            step_time = StepTime(
+            step = StepTime(
                 self._runner.input_batch.all_greedy,
                 tokens,
                 cached.num_computed_tokens,
@@ -246,4 +234,4 @@ class PlainSteps:
                 proposal_seconds=proposal_seconds,
                 num_verifying=len(drafts),
             )
-            self._last_step = _TimedStep(now, frozenset(cached.req_ids), step_time, planned)
+            self._last_step = now, frozenset(cached.req_ids), step, planned

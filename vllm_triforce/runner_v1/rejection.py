@@ -1,14 +1,21 @@
-"""Rejection sampler of Model Runner V1, with the sampling parameters that vLLM's omits.
+"""Level 3's test: vLLM's rejection sampler with the sampling parameters that vLLM's omits.
 
 Once speculation is configured, vLLM builds no processors for ``min_p`` and ``logit_bias``
 (``build_logitsprocs``), and its rejection sampler does not apply them to draft tokens. If any
 request of the batch has ``logprob_token_ids``, it returns their log-probabilities for all requests.
+
+The test accepts a draft token x with probability min(1, p(x) / q(x)) (arXiv 2211.17192), which
+does not depend on the outcomes before it. The controller learns from these probabilities: one
+teaches more than an outcome, and tokens after a rejected one teach as well.
 """
 
+import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
@@ -17,18 +24,21 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from vllm_triforce.config import read_config
+from vllm_triforce.config.synthetic import rates_by_place
+from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.limits import GREEDY_EPSILON
-from vllm_triforce.runner_v1.acceptance import AcceptanceRecorder
-from vllm_triforce.runner_v1.synthetic import SyntheticTest
+from vllm_triforce.runner_v1.sampling import below_min_p, softmax
 from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
 from vllm_triforce.vllm_patches import swaps
 
 
-def support_all_sampling_params(runner, vllm_config, device) -> AcceptanceRecorder:
+def support_all_sampling_params(
+    runner, vllm_config, device, routes: Mapping[str, str]
+) -> "CompleteRejectionSampler":
     """Give a runner every built-in logits processor and a rejection sampler that applies them.
 
-    Returns:
-        The recorder of each step's acceptance probabilities.
+    Args:
+        routes: route of each request's last proposal.
     """
     batch = runner.input_batch
     processors = LogitsProcessors(
@@ -40,29 +50,43 @@ def support_all_sampling_params(runner, vllm_config, device) -> AcceptanceRecord
         budget = PlainThinkingBudget(vllm_config.reasoning_config, batch.max_num_reqs, device)
         swaps.THINKING_BUDGET.set(batch, budget)
         swaps.METADATA_THINKING_BUDGET.set(batch.sampling_metadata, budget)
-    sampler = CompleteRejectionSampler(runner.sampler, vllm_config.speculative_config, device)
+    synthetic = None
     if (rates := vllm_config.speculative_config.synthetic_acceptance_rates) is not None:
-        config, _ = read_config(vllm_config)
-        sampler.acceptance = SyntheticTest(
-            rates,
-            config.synthetic_level1_acceptance,
-            batch,
-            vllm_config.model_config.seed,
-        )
+        direct_rate = read_config(vllm_config)[0].synthetic_level1_acceptance
+        seed = vllm_config.model_config.seed
+        synthetic = SyntheticTest(rates, direct_rate, batch, routes, seed)
+    sampler = CompleteRejectionSampler(
+        runner.sampler, vllm_config.speculative_config, device, synthetic
+    )
     swaps.REJECTION_SAMPLER.set(runner, sampler)
-    return sampler.acceptance
+    return sampler
 
 
 class CompleteRejectionSampler(RejectionSampler):
-    """vLLM's rejection sampler with every parameter that vLLM's plain sampler supports."""
+    """vLLM's rejection sampler with every parameter that vLLM's plain sampler supports.
 
-    def __init__(self, sampler, spec_config, device) -> None:
+    Args:
+        synthetic: test in place of vLLM's, of which no probabilities are recorded.
+    """
+
+    def __init__(
+        self, sampler, spec_config, device, synthetic: "SyntheticTest | None" = None
+    ) -> None:
         super().__init__(sampler, spec_config, device)
-        self.acceptance = AcceptanceRecorder()
+        self._test = self._record_and_test if synthetic is None else synthetic
+        self._acceptance: tuple[torch.Tensor, list[int]] | None = None
+        """Acceptance probability of each draft token of the step, and their number by row."""
+
+    def acceptance_by_row(self) -> list[list[float]] | None:
+        """Return the probabilities of each row's draft tokens, None if none were recorded."""
+        if self._acceptance is None:
+            return None
+        probs, num_draft_tokens = self._acceptance
+        return [part.tolist() for part in probs.double().cpu().split(num_draft_tokens)]
 
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
         """Verify the draft tokens, as vLLM does."""
-        self.acceptance.clear()
+        self._acceptance = None
         self._logprob_token_ids = sampling_metadata.logprob_token_ids or {}
         if self._logprob_token_ids:
             # The plain sampler would return only these log-probabilities for the bonus tokens.
@@ -71,8 +95,24 @@ class CompleteRejectionSampler(RejectionSampler):
                 logprob_token_ids=None,
                 max_num_logprobs=sampling_metadata.max_num_logprobs or 0,
             )
-        with self.acceptance:
+        self._vllms_test = swaps.REJECTION_SAMPLE.set(rejection_sampler, self._test)
+        try:
             return super().forward(metadata, draft_probs, logits, sampling_metadata)
+        finally:
+            swaps.REJECTION_SAMPLE.set(rejection_sampler, self._vllms_test)
+
+    def _record_and_test(self, *args, **options) -> torch.Tensor:
+        """Record the acceptance probabilities, and call vLLM's function."""
+        draft_token_ids, num_draft_tokens, _, _, draft_probs, target_logits, _, sampling = args
+        # A draft source's faulty distributions are not reported here: see draft_probs.py.
+        if draft_probs is None or draft_probs.shape == target_logits.shape:
+            is_greedy: torch.Tensor | bool = sampling.all_greedy
+            if not (sampling.all_greedy or sampling.all_random):
+                counts = torch.tensor(num_draft_tokens, device=target_logits.device)
+                is_greedy = (sampling.temperature == 0).repeat_interleave(counts)
+            probs = acceptance_probs(draft_token_ids, draft_probs, target_logits, is_greedy)
+            self._acceptance = probs, num_draft_tokens
+        return self._vllms_test(*args, **options)
 
     def apply_logits_processors(self, logits, sampling_metadata, metadata):
         """Process the logits of draft tokens. The plain sampler processes rows without drafts."""
@@ -84,8 +124,12 @@ class CompleteRejectionSampler(RejectionSampler):
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
                 owners = _owners(metadata).to(logits.device)
+                # vLLM has not divided the logits by the temperature yet.
+                temperature = sampling_metadata.temperature[owners]
+                temperature = torch.where(temperature < GREEDY_EPSILON, 1.0, temperature)
                 min_p = processor.min_p[owners].view(-1)
-                _mask_below_min_p(logits, min_p, sampling_metadata.temperature[owners])
+                unlikely = below_min_p(logits / temperature[:, None], min_p)
+                logits.masked_fill_(unlikely, float("-inf"))
         return logits
 
     def _get_logprobs_tensors(
@@ -138,13 +182,64 @@ def _add_biases(
             logits[place, tokens] += torch.tensor(list(bias.values()), device=logits.device)
 
 
-def _mask_below_min_p(
-    logits: torch.Tensor,  # [num_draft_tokens, vocab_size], changed in place
-    min_p: torch.Tensor,  # [num_draft_tokens]
-    temperature: torch.Tensor,  # [num_draft_tokens]
-) -> None:
-    """Apply min-p to logits that vLLM has not divided by the temperature yet."""
-    temperature = torch.where(temperature < GREEDY_EPSILON, 1.0, temperature)
-    probs = (logits / temperature[:, None]).softmax(-1)
-    floor = probs.amax(-1, keepdim=True) * min_p[:, None]
-    logits.masked_fill_(probs < floor, float("-inf"))
+def acceptance_probs(
+    draft_token_ids: torch.Tensor,  # [num_tokens]
+    draft_probs: torch.Tensor | None,  # [num_tokens, vocab_size]; None for one-hot rows
+    target_logits: torch.Tensor,  # [num_tokens, vocab_size], processed
+    is_greedy: torch.Tensor | bool,  # [num_tokens] bool, or of all
+) -> torch.Tensor:  # [num_tokens]
+    """Compute the probability that the test accepts each token if it accepts those before it."""
+    ids = draft_token_ids.long()[:, None]
+    if is_greedy is not False:
+        agrees = (target_logits.argmax(-1) == draft_token_ids).float()
+        if is_greedy is True:
+            return agrees
+    probs = softmax(target_logits).gather(1, ids)
+    if draft_probs is not None:
+        probs /= draft_probs.gather(1, ids)
+    probs = probs.nan_to_num(0.0).clamp(max=1.0)[:, 0]
+    return probs if is_greedy is False else torch.where(is_greedy, agrees, probs)
+
+
+class SyntheticTest:
+    """Test at given acceptance rates (``rejection_sample_method: synthetic``), on the host.
+
+    vLLM's CPU build has no such test. A rejected token is replaced by the target's most probable
+    one, for sampled requests too.
+
+    Args:
+        rates: vLLM's, by place.
+        direct_rate: that of a direct draft's tokens; None for ``rates``.
+        batch: vLLM's input batch.
+        routes: route of each request's last proposal.
+        seed: the engine's, so that all ranks accept alike.
+    """
+
+    def __init__(
+        self,
+        rates: list[float],
+        direct_rate: float | None,
+        batch,
+        routes: Mapping[str, str],
+        seed: int | None,
+    ) -> None:
+        self._rates = rates_by_place(rates)
+        self._direct = self._rates if direct_rate is None else [direct_rate] * len(rates)
+        self._batch = batch
+        self._routes = routes
+        self._random = random.Random(seed)
+
+    def __call__(self, *args, **options) -> torch.Tensor:  # [batch_size, max_spec_len + 1], int32
+        draft_token_ids, num_draft_tokens, max_spec_len, _, _, target_logits, bonus, _ = args
+        best = target_logits.argmax(-1).tolist()
+        drafts, result = draft_token_ids.tolist(), []
+        for row, count in enumerate(num_draft_tokens):
+            row_drafts, row_best = drafts[:count], [*best[:count], int(bonus[row])]
+            drafts, best = drafts[count:], best[count:]
+            is_direct = self._routes.get(self._batch.req_ids[row]) != HIERARCHICAL
+            rates = self._direct if is_direct else self._rates
+            accepts = [self._random.random() < rate for rate in rates[:count]]
+            num = (*accepts, False).index(False)
+            token_ids = [*row_drafts[:num], row_best[num]]
+            result.append(token_ids + [-1] * (max_spec_len + 1 - len(token_ids)))
+        return torch.tensor(result, dtype=torch.int32, device=target_logits.device)

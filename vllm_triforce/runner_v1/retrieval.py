@@ -1,18 +1,27 @@
 """Level 2: the target, or its copy, over the retrieval cache (paper, section 4.2)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from vllm.platforms import current_platform
 
 from vllm_triforce.attention.base import RaggedRetrievalAttention
+from vllm_triforce.attention.platforms import platform_for
+from vllm_triforce.attention.query_recorder import QueryRecorder
+from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.cache.summaries import ChunkSummaries
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.head import states_read
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.core.model_pass import PassInput, run_model, target_inputs
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
+from vllm_triforce.selection import POLICIES
 
 
 class RetrievalLevel:
@@ -85,16 +94,16 @@ class RetrievalLevel:
         self, batch: DraftBatch, proposal: Proposal, rows: list[int], drafts: list[list[int]]
     ) -> torch.Tensor:  # [sum(len(tokens) + 1 for tokens in drafts), vocab_size]
         """Compute the logits after the last token of each of ``rows`` and after each draft."""
-        feed, first_positions = [], []
-        for row, tokens in zip(rows, drafts):
-            proposed_ids = proposal.token_ids[row]
+        feed, proposed = [], [proposal.token_ids[row] for row in rows]
+        for row, tokens, proposed_ids in zip(rows, drafts, proposed):
             last = proposed_ids[-1] if proposed_ids else int(batch.token_ids[row][-1])
             feed.append([last, *tokens])
-            first_positions.append(batch.num_computed_tokens[row] + len(proposed_ids))
+        query_lens, proposed_lens = list(map(len, feed)), list(map(len, proposed))
+        first_positions = [batch.num_computed_tokens[r] + n for r, n in zip(rows, proposed_lens)]
         inputs = PassInput.from_rows(feed, first_positions, self._device)
         ids = [batch.request_ids[row] for row in rows]
         if self.before_pass is not None:
-            self.before_pass(ids, list(map(len, feed)))
+            self.before_pass(ids, query_lens)
         deltas: torch.Tensor | int = 0
         if self.position_deltas is not None:
             of_rows = torch.tensor(self.position_deltas(ids), device=self._device)
@@ -102,7 +111,6 @@ class RetrievalLevel:
         more = target_inputs(
             self.model, self._vllm_config, inputs.token_ids, inputs.positions, deltas
         )
-
         metadata: dict = {}
         slots: dict[str, torch.Tensor] = {}
         selection = None
@@ -111,7 +119,9 @@ class RetrievalLevel:
             mapping = inputs.slot_mapping(tables, group.block_size)
             slots |= dict.fromkeys(group.sparse_layer_names + group.dense_layer_names, mapping)
             if group.dense:
-                common = inputs.common_metadata(_padded(tables, self._device), mapping)
+                padded = pad_sequence(list(map(torch.from_numpy, tables)), batch_first=True)
+                table = padded.to(self._device)
+                common = inputs.common_metadata(table, mapping)
             for layer_names, builder in group.dense:
                 metadata |= dict.fromkeys(layer_names, builder.build(0, common))
             if group.sparse_layer_names:
@@ -120,9 +130,8 @@ class RetrievalLevel:
                 if len(rows) < len(batch):
                     skipped, sparse_tables = skipped[rows], sparse_tables[:, rows]
                 selection = self.pass_selection
-                lengths = [len(proposal.token_ids[row]) for row in rows]
                 if selection is not None and not selection.begin_pass(
-                    rows, list(map(len, feed)), lengths, sparse_tables
+                    rows, query_lens, proposed_lens, sparse_tables
                 ):
                     selection = None
                 sparse = self.attention.build(
@@ -134,8 +143,7 @@ class RetrievalLevel:
                 metadata |= zip(group.sparse_layer_names, sparse)
         hidden, aux = run_model(self.model, self._vllm_config, inputs, metadata, slots, **more)
         if self.after_pass is not None:
-            states = states_read(hidden, aux)
-            self.after_pass(ids, first_positions, list(map(len, feed)), states)
+            self.after_pass(ids, first_positions, query_lens, states_read(hidden, aux))
         if selection is not None and len(rows) < len(batch):
             self._sparse_tables[:, rows] = sparse_tables  # a copy, in which the layers selected
         return self.model.compute_logits(hidden)
@@ -167,29 +175,71 @@ class RetrievalLevel:
         self.cache.release(request_id)
 
 
-class NoLevel2:
-    """Takes level 2's place where drafts go straight to the full pass; keeps nothing."""
+def build_level2(
+    config: ResolvedConfig,
+    level2_model: Level2Model,
+    groups: list[KVGroup],
+    layers: list,
+    builder: Any,
+    recorder: QueryRecorder,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RetrievalLevel:
+    """Build level 2 over the target's KV cache.
 
-    before_pass: Callable[[list[str], list[int]], None] | None = None
-    after_pass: Callable[..., None] | None = None
-    position_deltas: Callable[[list[str]], list[int]] | None = None
-    num_requests = 0
+    Args:
+        config: fitted to the KV blocks of the layers that retrieve.
+        layers: attention layers that retrieve; ``builder`` builds their metadata.
+        dtype: of the target.
+    """
+    attention = ragged_attention()(layers, builder, recorder)
+    policy = POLICIES[config.policy]()
+    cache = RetrievalCache(
+        allocate_summaries(policy, layers, dtype, device, attention.block_summaries()),
+        policy,
+        block_size=config.block_size,
+        budget=config.budget,
+        refresh_interval=config.refresh_interval,
+        head_strides=attention.head_strides(),
+    )
+    return RetrievalLevel(level2_model, groups, attention, cache, device)
 
-    def invalidate_summaries(self, block_ids: tuple[list[int], ...]) -> None:
-        """Do nothing: there are no summaries."""
 
-    def has_selection(self, request_id: str) -> bool:
-        """Return True: no request waits for a first selection."""
-        return True
+def ragged_attention() -> type[RaggedRetrievalAttention]:
+    """Return level 2's attention class of the platform.
 
-    def release(self, request_id: str) -> None:
-        """Do nothing: nothing is kept."""
+    Raises:
+        ValueError: the platform supports passes of fixed shapes only.
+    """
+    backend = platform_for(current_platform)
+    retrieval = backend.retrieval()
+    if not issubclass(retrieval, RaggedRetrievalAttention):
+        raise ValueError(
+            f"use_v2_model_runner=False: attention backend {backend.name!r} has passes of fixed "
+            "shapes, for Model Runner V2 only; unset VLLM_USE_V2_MODEL_RUNNER"
+        )
+    return retrieval
 
 
-def _padded(tables: list[np.ndarray], device: torch.device) -> torch.Tensor:
-    """Pad block tables to one tensor, [num_reqs, width]."""
-    width = max(map(len, tables))
-    padded = np.zeros((len(tables), width), dtype=np.int32)
-    for row, table in enumerate(tables):
-        padded[row, : len(table)] = table
-    return torch.from_numpy(padded).to(device)
+def allocate_summaries(policy, layers: list, dtype, device, block_summaries) -> ChunkSummaries:
+    """Allocate the summaries that the policy needs."""
+    first = layers[0]
+    num_blocks = first.kv_cache.shape[0]
+    num_keys = len(policy.summaries) * len(layers) * first.num_kv_heads * num_blocks
+    with checked_allocation(
+        f"level 2's summaries of {num_blocks} blocks",
+        num_keys * first.head_size * dtype.itemsize,
+        device,
+        "make the KV cache smaller (--kv-cache-memory-bytes, --gpu-memory-utilization, or "
+        "VLLM_CPU_KVCACHE_SPACE on the CPU)",
+    ):
+        return ChunkSummaries(
+            policy.summaries,
+            num_layers=len(layers),
+            num_blocks=num_blocks,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_size,
+            dtype=dtype,
+            device=device,
+            block_summaries=block_summaries,
+        )

@@ -5,8 +5,9 @@ calls ``prepare_next_token_ids_padded``, ``prepare_inputs_padded`` and ``propose
 sampler gets the draft distributions from ``runner_v1/draft_probs.py``.
 """
 
+import sys
 import time
-from collections.abc import Collection
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,27 +16,32 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.config.draft_sources import HEAD_SOURCE
-from vllm_triforce.controller import CostModel, Measurements
+from vllm_triforce.config.budget import fit_blocks
+from vllm_triforce.config.draft_sources import HEAD_SOURCE, SOURCES
+from vllm_triforce.controller import Controller, CostModel, Measurements
 from vllm_triforce.controller.describe import describe
 from vllm_triforce.core.draft_cache import loading_draft, warm_up
 from vllm_triforce.core.head import aux_layers, emit_states, load_head
-from vllm_triforce.core.kv_groups import attention_layers
+from vllm_triforce.core.kv_groups import attention_layers, group_layers, retrieval_block_size
 from vllm_triforce.core.level2_model import load_level2_model
 from vllm_triforce.core.own_layers import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
+from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.runner_v1.batch import AdapterSwitch, RunnerBatch
-from vllm_triforce.runner_v1.build import SpeculatorPartsV1
 from vllm_triforce.runner_v1.calibration import Calibration, broadcast_from_first_rank
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
-from vllm_triforce.runner_v1.hidden_states import StatesOfSteps
+from vllm_triforce.runner_v1.levels import Level1
 from vllm_triforce.runner_v1.plain_steps import PlainSteps
 from vllm_triforce.runner_v1.rejection import support_all_sampling_params
-from vllm_triforce.runner_v1.sources.head import Head
+from vllm_triforce.runner_v1.retrieval import RetrievalLevel, build_level2, ragged_attention
+from vllm_triforce.runner_v1.sampling import InnerNoise
+from vllm_triforce.runner_v1.sources.head import Head, HiddenStates
 from vllm_triforce.runner_v1.sources.source import SourceParts
+from vllm_triforce.runner_v1.speculator import SpeculatorV1
 from vllm_triforce.vllm_patches import swaps
 
 logger = init_logger("vllm.triforce")
@@ -57,8 +63,11 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
         if config.has_head and aux_layers(vllm_config):
             swaps.AUX_STATES.set(runner, True)
+        self.counters = self.sent_counters = LevelCounters()
         self._requests: dict[str, object] = {}
         """Requests with state in the speculator, by id."""
+        self._routes: dict[str, str] = {}
+        """Route of each request's last proposal."""
         self._outcome: tuple[list[int], list[list[int]]] = [], []
         """Number of valid tokens and token ids of the step, per row."""
         self._num_scheduled_drafts: list[int] = []
@@ -101,51 +110,87 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         max_len = self._runner.max_model_len + self.config.num_speculative_tokens + 1
         swaps.DRAFTER_LENGTH.set(self._runner, max_len)
         # The runner has its batch and its rejection sampler by now.
-        self._acceptance = support_all_sampling_params(self._runner, self.vllm_config, self.device)
+        self._rejection_sampler = support_all_sampling_params(
+            self._runner, self.vllm_config, self.device, self._routes
+        )
         tables = self._runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
-        draft = getattr(self, "model", None)
-        self.built = SpeculatorPartsV1(
-            SourceParts(self.vllm_config, self.config, draft, self.draft_layers, self.device),
-            self._level2_model,
-            self.target_layers,
-            kv_cache_config,
-            self._runner.attn_groups,
-            self._block_sizes,
-        )
-        speculator, recorder = self.built.speculator, self.built.recorder
+        self._num_blocks = kv_cache_config.num_blocks
+        self.speculator = self._build_speculator(kv_cache_config)
+        speculator = self.speculator
         self.backoff = speculator.controller.backoff
         self._draft_probs = DraftProbsStore(self.counters.add_boundary_fault)
-        disabled = speculator.disabled_requests
-        self._batch = RunnerBatch(self._runner, self.config, recorder, disabled, self.device)
+        self._batch = RunnerBatch(
+            self._runner, self.config, self._recorder, speculator.disabled_requests, self.device
+        )
         swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
-        if self.vllm_config.model_config.uses_mrope:
-            speculator.level2.position_deltas = self._batch.position_deltas
-        if self._adapters is not None and not self._level2_model.is_copy:
-            speculator.level2.before_pass = self._adapters.before_pass
-        self._states: StatesOfSteps | None = None
-        self._preferred: Collection[str] = self._requests
-        """Requests that are speculated on before others."""
         head = speculator.level1.sources.get(HEAD_SOURCE)
-        if isinstance(head, Head):
-            self._preferred = head.states
-            max_seqs = self.config.max_speculating_seqs
-            choose = partial(self._batch.rows_with_states, head.states, max_seqs)
-            self._states = StatesOfSteps(self._runner, head.states, choose)
-            speculator.level2.after_pass = head.states.add
-        self._num_blocks = kv_cache_config.num_blocks
+        self._states = head.states if isinstance(head, Head) else None
+        self._preferred: Container[str] = self._requests if self._states is None else self._states
+        """Requests that are speculated on before others."""
+        on_new_blocks = None
+        if speculator.level2 is not None:
+            on_new_blocks = speculator.level2.invalidate_summaries
+            if self.vllm_config.model_config.uses_mrope:
+                speculator.level2.position_deltas = self._batch.position_deltas
+            if self._adapters is not None and not self._level2_model.is_copy:
+                speculator.level2.before_pass = self._adapters.before_pass
+            if self._states is not None:
+                speculator.level2.after_pass = self._states.add
         self._steps = PlainSteps(
             self._runner,
             speculator.controller,
-            recorder,
-            on_new_blocks=speculator.level2.invalidate_summaries,
+            self._recorder,
+            on_new_blocks=on_new_blocks,
             on_finished=self._forget_finished,
-            on_states=self._states,
+            on_states=None if self._states is None else partial(self._add_states, self._states),
+        )
+
+    def _build_speculator(self, kv_cache_config) -> SpeculatorV1:
+        """Build the levels over vLLM's KV cache, and their controller."""
+        vllm_config, config = self.vllm_config, self.config
+        model_config = vllm_config.model_config
+        groups, layers, builder = [], [], None
+        if config.uses_level2:
+            groups, layers, builder = group_layers(
+                kv_cache_config,
+                self._runner.attn_groups,
+                self._block_sizes,
+                self.target_layers,
+                ragged_attention(),
+            )
+            config = fit_blocks(config, retrieval_block_size(groups))
+        # Passes of level 2 that select by their own queries need none of the full passes.
+        min_context = config.min_context if config.keeps_selections else sys.maxsize
+        self._recorder = QueryRecorder(len(layers), config.num_speculative_tokens + 1, min_context)
+        level2: RetrievalLevel | None = None
+        if config.uses_level2:
+            level2 = build_level2(
+                config,
+                self._level2_model,
+                groups,
+                layers,
+                builder,
+                self._recorder,
+                model_config.dtype,
+                self.device,
+            )
+        draft = getattr(self, "model", None)
+        parts = SourceParts(vllm_config, self.config, draft, self.draft_layers, self.device)
+        sources = [SOURCES[name].build(parts) for name in config.sources]
+        controller = Controller(config, [source.traits() for source in sources])
+        replica = vllm_config.parallel_config.data_parallel_index
+        return SpeculatorV1(
+            Level1(sources, controller, model_config.get_vocab_size()),
+            level2,
+            controller,
+            InnerNoise(model_config.seed, self.device, replica),
+            self.counters,
         )
 
     def calibrate(self) -> None:
         """Measure the passes and start the controller, if it has anything to choose."""
-        controller = self.built.speculator.controller
+        controller = self.speculator.controller
         if self.config.adaptive_keys:
             has_ranks = get_tp_group().world_size > 1
             adopt = broadcast_from_first_rank if has_ranks else None
@@ -156,12 +201,12 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         """Return the seconds that passes take; see ``RunnerAdapter``."""
         if remeasure:
             return self._measure()
-        model = self.built.speculator.controller.measured
+        model = self.speculator.controller.measured
         return None if model is None else model.measured
 
     def _measure(self) -> Measurements:
         calibration = Calibration(
-            self.built.speculator,
+            self.speculator,
             self.config,
             self._target,
             self._runner.vllm_config,
@@ -171,19 +216,12 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             self.device,
             None if self._adapters is None else self._adapters.before_pass,
         )
-        with self.built.recorder.without_recording(), torch.inference_mode():
+        with self._recorder.without_recording(), torch.inference_mode():
             return calibration.run()
-
-    @property
-    def counters(self):
-        """Per-level counters."""
-        return self.built.counters
-
-    sent_counters = counters
 
     def held_requests(self) -> dict[str, int]:
         """Count the requests with state, by the part that keeps it."""
-        held = self.built.speculator.held_requests()
+        held = self.speculator.held_requests()
         return {**held, "draft probs": len(self._draft_probs), "runner": len(self._requests)}
 
     # Every step.
@@ -255,7 +293,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             for row, n in enumerate(computed)
         ]
         eligible = [row for row, max_len in enumerate(max_lens) if max_len > 0]
-        rows = self._proposing_rows(eligible, counts)
+        rows = self._proposing_rows(eligible)
         # If prompts leave no room for drafts, later steps may have room.
         if not eligible and num_speculative_tokens:
             self._begin_backoff(computed, counts)
@@ -269,25 +307,25 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
                 rows, computed, max_lens, num_rejected, sampled, counts, sampling_metadata
             )
             try:
-                with self.built.recorder.without_recording():
-                    proposal = self.built.speculator.propose(batch)
+                with self._recorder.without_recording():
+                    proposal = self.speculator.propose(batch)
             finally:
                 if self._adapters is not None and not self._level2_model.is_copy:
                     self._adapters.restore()
-            self._steps.add_propose_seconds(time.perf_counter() - start)
+            self._steps.propose_seconds += time.perf_counter() - start
             for row, token_ids in zip(rows, proposal.token_ids):
                 result[row] = token_ids
             self._export_proposal(batch, proposal)
-            self._acceptance.note_routes(batch.request_ids, proposal.routes)
+            self._routes.update(zip(batch.request_ids, proposal.routes))
         self._limit_backoff(eligible, computed, counts)
         self._report.log_if_due(lambda: self.counters, logger)
         return result
 
-    def _proposing_rows(self, eligible: list[int], counts: list[int]) -> list[int]:
+    def _proposing_rows(self, eligible: list[int]) -> list[int]:
         """Choose the rows that propose in this step from ``eligible`` ones."""
         rows = self._batch.limit_rows(eligible, self._preferred, self.config.max_speculating_seqs)
-        chooses = self.built.speculator.controller.chooses
-        if rows and chooses and self._batch.gives_first_token(counts):
+        chooses = self.speculator.controller.chooses
+        if rows and chooses and self._steps.gives_first_token:
             # A first token does not wait for proposals. Seeded requests propose all the same:
             # their samples must not depend on arrivals.
             return [row for row in rows if self._batch.has_seed(row)]
@@ -300,7 +338,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         # Contexts grow by a token per step, and a batch that changes ends the plain steps anyway.
         num_missing = min(self.config.min_context - n for n in computed)
         num_steps = num_missing if num_missing > 0 else _NUM_BACKOFF_STEPS
-        self.built.speculator.controller.backoff.begin(num_steps)
+        self.speculator.controller.backoff.begin(num_steps)
 
     def _limit_backoff(self, eligible: list[int], computed: list[int], counts: list[int]) -> None:
         """End plain steps at the first step in which a seeded request becomes eligible.
@@ -314,11 +352,11 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
                 and not self._batch.is_never_speculated_on(row)
             ):
                 num_missing = self.config.min_context - num_computed if counts[row] else 1
-                self.built.speculator.controller.backoff.at_most(max(1, num_missing))
+                self.speculator.controller.backoff.at_most(max(1, num_missing))
 
     def _export_proposal(self, batch: DraftBatch, proposal: Proposal) -> None:
         """Store the distributions of sampled requests for level 3's test."""
-        disabled = self.built.speculator.disabled_requests
+        disabled = self.speculator.disabled_requests
         is_greedy = batch.sampling.is_greedy.tolist()
         for row, request_id in enumerate(batch.request_ids):
             if is_greedy[row]:  # level 3 compares the argmax
@@ -347,9 +385,9 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
 
     def _count_full_pass(self, counts: list[int]) -> None:
         """Count the accepted draft tokens of the step."""
-        controller = self.built.speculator.controller
+        controller = self.speculator.controller
         num_drafts = self._num_scheduled_drafts
-        probs = self._acceptance.by_row() if controller.chooses else None
+        probs = self._rejection_sampler.acceptance_by_row() if controller.chooses else None
         for row, request_id in enumerate(self._runner.input_batch.req_ids[: len(num_drafts)]):
             if num_drafts[row] and counts[row]:
                 num_accepted = counts[row] - 1
@@ -365,13 +403,33 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         """Release the state of requests that have left, or whose id has a new owner."""
         running = self._runner.requests
         if self._states is not None:
-            self._states.forget_finished()
+            self._states.keep(running)
         for request_id, request in list(self._requests.items()):
             if running.get(request_id) is not request:
-                self.built.speculator.release(request_id)
+                self.speculator.release(request_id)
                 self._draft_probs.forget(request_id)
-                self._acceptance.forget(request_id)
+                self._routes.pop(request_id, None)
                 del self._requests[request_id]
+
+    def _add_states(
+        self,
+        states: HiddenStates,
+        scheduler_output,
+        aux: Sequence[torch.Tensor],  # [num_tokens, hidden_size] of each layer
+    ) -> None:
+        """Add the states of a full pass, of requests that may be speculated on."""
+        for request in scheduler_output.scheduled_new_reqs:
+            states.release(request.req_id)
+        batch, scheduled = self._runner.input_batch, scheduler_output.num_scheduled_tokens
+        rows = self._batch.rows_with_states(states, self.config.max_speculating_seqs)
+        states.hold([batch.req_ids[row] for row in rows])
+        states.add(
+            batch.req_ids,
+            batch.num_computed_tokens_cpu[: batch.num_reqs].tolist(),
+            [scheduled[request_id] for request_id in batch.req_ids],
+            aux,
+            [self._runner.requests[request_id].num_tokens for request_id in batch.req_ids],
+        )
 
     def synchronize_times(self, synchronize: bool) -> None:
         """Do nothing: this runner reads every result on the host, so its times are exact."""

@@ -10,9 +10,16 @@ from vllm_triforce.core.disabled_requests import DisabledRequests
 from vllm_triforce.core.loop import Observer, propose
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
-from vllm_triforce.runner_v1.levels import Level1, LevelsV1, Matches, RoutedDraft
-from vllm_triforce.runner_v1.noise import InnerNoise
-from vllm_triforce.runner_v1.retrieval import NoLevel2, RetrievalLevel
+from vllm_triforce.runner_v1.levels import (
+    Level1,
+    LevelsV1,
+    Matches,
+    RoutedDraft,
+    match_classes,
+    start_round,
+)
+from vllm_triforce.runner_v1.retrieval import RetrievalLevel
+from vllm_triforce.runner_v1.sampling import InnerNoise
 from vllm_triforce.runner_v1.sources.source import Draft
 from vllm_triforce.runner_v1.verification import Verified
 
@@ -31,7 +38,7 @@ class SpeculatorV1:
     def __init__(
         self,
         level1: Level1,
-        level2: RetrievalLevel | NoLevel2,
+        level2: RetrievalLevel | None,
         controller: Controller,
         noise: InnerNoise,
         counters: LevelCounters,
@@ -73,11 +80,11 @@ class SpeculatorV1:
                 request_id,
                 context := batch.num_computed_tokens[row],
                 batch.max_num_tokens[row],
-                classes := matches.classes(row),
+                classes := match_classes(matches, row),
                 batch.has_seed(row),
                 greedy[row],
                 self.level1.num_uncached_tokens(request_id, context + 1, classes),
-                0 if self.level2.has_selection(request_id) else context,
+                0 if self.level2 is None or self.level2.has_selection(request_id) else context,
                 num_left[row],
             )
             for row, request_id in enumerate(batch.request_ids)
@@ -88,7 +95,7 @@ class SpeculatorV1:
     ) -> None:
         """Propose ``lengths[i]`` tokens for ``rows[i]`` by levels 1 and 2."""
         start = time.perf_counter()
-        assert isinstance(self.level2, RetrievalLevel)
+        assert self.level2 is not None
         part = batch.take(rows, lengths)
         levels = LevelsV1(part, self.level1, self.level2, self.noise, self.disabled_requests)
         observer = ObserverV1(part, self.level2, self.controller, self.counters, start)
@@ -115,9 +122,12 @@ class SpeculatorV1:
         start = time.perf_counter()
         for name, rows in rows_by_source.items():
             num_planned = max_tokens = [choices[row].num_tokens for row in rows]
-            row_matches = [matches.by_source[name][row] for row in rows]
-            drafting, rule = [candidates[row] for row in rows], None
-            if self.level1.sources[name].stops_early:
+            row_matches = [matches[name][row] for row in rows]
+            drafting, rule, sampling = [candidates[row] for row in rows], None, None
+            source = self.level1.sources[name]
+            if source.needs_model:
+                sampling = start_round(self.noise, batch, proposal, rows)
+            if source.stops_early:
                 num_others = len(batch) - len(rows) + batch.num_plain_reqs
                 rule = self.controller.rule_for_direct_draft(name, drafting, num_others)
             if rule is not None:
@@ -125,8 +135,8 @@ class SpeculatorV1:
                     n if c.has_seed else min(c.max_tokens, max(n, _LONGEST))
                     for c, n in zip(drafting, num_planned, strict=True)
                 ]
-            draft = self.level1.draft_directly(
-                name, batch, proposal, rows, max_tokens, row_matches, self.noise, rule
+            draft = self.level1.draft_from(
+                source, batch, proposal, rows, max_tokens, row_matches, sampling, self.noise, rule
             )
             if rule is not None:
                 self.controller.on_draft_end(drafting, num_planned, rule, draft.num_passes)
@@ -156,13 +166,14 @@ class SpeculatorV1:
         self.disabled_requests.discard(request_id)
         self.controller.release(request_id)
         self.level1.release(request_id)
-        self.level2.release(request_id)
+        if self.level2 is not None:
+            self.level2.release(request_id)
 
     def held_requests(self) -> dict[str, int]:
         """Count the requests with state, by the part that keeps it."""
         return {
             "level 1": self.level1.num_requests,
-            "level 2": self.level2.num_requests,
+            "level 2": 0 if self.level2 is None else self.level2.num_requests,
             "controller": self.controller.num_requests,
             "disabled": len(self.disabled_requests),
         }
@@ -205,29 +216,29 @@ class ObserverV1(Observer):
 
     def on_round_end(self, rows: list[int], draft: RoutedDraft, verified: Verified) -> None:
         """Count a round; report its acceptance and, if it is typical, its time."""
-        level1_draft = draft.draft
-        self._counters.add_inner_round(level1_draft.token_ids, verified.num_accepted)
+        self._counters.add_inner_round(draft.token_ids, verified.num_accepted)
         if (costs := self._controller.measured) is not None:
-            lengths = list(map(len, level1_draft.token_ids))
+            takes_passes, sources = self._controller.takes_passes, draft.sources
+            lengths = list(map(len, draft.token_ids))
             for i, row in enumerate(rows):
                 self._controller.observe_round(
                     self._batch.request_ids[row],
-                    draft.sources[i],
+                    sources[i],
                     draft.match_classes[i],
                     lengths[i],
                     verified.num_accepted[i],
                     draft.classes[i],
                 )
-            reads_window = level1_draft.starts_window or level1_draft.num_catch_up_tokens
+            reads_window = draft.starts_window or draft.num_catch_up_tokens
             if not (self._is_first or reads_window):
                 level2_s = self._seconds["level 2"] + self._seconds["verification"]
                 costs.observe_level2(len(rows), max(lengths) + 1, 0, level2_s)
-                if num_drafting := sum(draft.with_model):
-                    drafts_s = level1_draft.num_passes * costs.draft(num_drafting)
+                if num_drafting := sum(takes_passes(name) for name in sources if name):
+                    drafts_s = draft.num_passes * costs.draft(num_drafting)
                     costs.observe_level1(drafts_s, self._seconds["level 1"])
         self._is_first = False
-        self._is_typical = self._is_typical and not level1_draft.starts_window
-        self._num_catch_up_tokens += level1_draft.num_catch_up_tokens
+        self._is_typical = self._is_typical and not draft.starts_window
+        self._num_catch_up_tokens += draft.num_catch_up_tokens
 
     def on_proposal_end(self) -> None:
         """Report work to the controller that its plan did not expect."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_triforce.runner_v1.noise import InnerNoise
 from vllm_triforce.runner_v1.sampling import (
     NAN_TOKEN,
+    InnerNoise,
     SamplingRows,
     greedy_tokens,
     has_nan,
@@ -31,25 +31,13 @@ class Verified:
     """Rows with a NaN in their logits. They end before it."""
 
     def add_row(
-        self,
-        draft: list[int],
-        token_ids: list[int],
-        probs: list[torch.Tensor],
-        has_nan: bool,
-        num_accepted: int | None = None,
+        self, token_ids: list[int], probs: list[torch.Tensor], num_accepted: int, has_nan: bool
     ) -> None:
-        """Append a row's accepted tokens and the token after them, which a NaN may prevent.
-
-        Args:
-            num_accepted: None if accepted tokens are those that equal the draft's.
-        """
+        """Append a row's accepted tokens and the token after them, which a NaN may prevent."""
         if has_nan:
             self.nan_rows.append(len(self.token_ids))
         self.token_ids.append(token_ids)
         self.probs.append(probs)
-        agrees = [token == drafted for token, drafted in zip(token_ids, draft)]
-        if num_accepted is None:
-            num_accepted = (*agrees, False).index(False)
         self.num_accepted.append(num_accepted)
 
 
@@ -69,10 +57,8 @@ def verify(
             a row or for all rows, if the distributions are one-hot.
         synthetic_rate: probability of accepting any token, for benchmarks; None for the rule above.
     """
-    if synthetic_rate is not None:
-        return _verify_synthetic(drafts, greedy_tokens(logits).tolist(), synthetic_rate, noise)
-    if sampling.all_greedy:
-        return _verify_greedy(drafts, greedy_tokens(logits).tolist())
+    if synthetic_rate is not None or sampling.all_greedy:
+        return _verify_argmax(drafts, greedy_tokens(logits).tolist(), synthetic_rate, noise)
     lengths = [len(tokens) + 1 for tokens in drafts]
     owners = [row for row, length in enumerate(lengths) for _ in range(length)]
     probs = token_distribution(logits, sampling.take(owners))
@@ -80,9 +66,11 @@ def verify(
     for row, (tokens, target_probs) in enumerate(zip(drafts, probs.split(lengths))):
         row_is_nan, is_nan = is_nan[: lengths[row]], is_nan[lengths[row] :]
         num_right = (*row_is_nan, True).index(True)
-        row_probs = None if draft_probs is None else draft_probs[row]
-        token_ids = verify_row(tokens[:num_right], row_probs, target_probs[:num_right], row, noise)
-        result.add_row(tokens, token_ids, list(target_probs[: len(token_ids)]), any(row_is_nan))
+        q = None if draft_probs is None else draft_probs[row]
+        token_ids = verify_row(tokens[:num_right], q, target_probs[:num_right], row, noise)
+        num_accepted = _num_equal(tokens, token_ids)
+        row_probs = list(target_probs[: len(token_ids)])
+        result.add_row(token_ids, row_probs, num_accepted, any(row_is_nan))
     return result
 
 
@@ -122,31 +110,33 @@ def residual(
     return remainder if bool(remainder.any()) else target
 
 
-def _verify_greedy(drafts: list[list[int]], best: list[int]) -> Verified:
-    """Accept draft tokens while they equal level 2's argmax, on lists: tensors would be slower."""
+def _verify_argmax(
+    drafts: list[list[int]], best: list[int], synthetic_rate: float | None, noise: InnerNoise
+) -> Verified:
+    """Accept draft tokens while they equal level 2's argmax, or at a rate, and add the argmax.
+
+    On lists: tensors would be slower.
+    """
     result, start = Verified(), 0
-    for tokens in drafts:
+    for row, tokens in enumerate(drafts):
         argmax = best[start : start + len(tokens) + 1]
         start += len(argmax)
-        agrees = [token == target for token, target in zip(tokens, argmax)]
-        emitted = argmax[: (*agrees, False).index(False) + 1]
-        if emitted[-1] == NAN_TOKEN:
-            emitted.pop()
-        result.add_row(tokens, emitted, [], NAN_TOKEN in argmax)
+        if synthetic_rate is None:
+            count = _num_equal(tokens, argmax)
+        else:
+            accepts = [
+                target != NAN_TOKEN and noise.uniform(row) < synthetic_rate
+                for target in argmax[:-1]
+            ]
+            count = (*accepts, False).index(False)
+        emitted = tokens[:count]
+        if argmax[count] != NAN_TOKEN:
+            emitted.append(argmax[count])
+        result.add_row(emitted, [], count, NAN_TOKEN in argmax)
     return result
 
 
-def _verify_synthetic(
-    drafts: list[list[int]], best: list[int], rate: float, noise: InnerNoise
-) -> Verified:
-    """Accept draft tokens at a given rate, and add level 2's argmax."""
-    result = Verified()
-    for row, tokens in enumerate(drafts):
-        argmax, best = best[: len(tokens) + 1], best[len(tokens) + 1 :]
-        accepts = [
-            token != NAN_TOKEN and noise.uniform(row) < rate for token in argmax[: len(tokens)]
-        ]
-        count = (*accepts, False).index(False)
-        emitted = [*tokens[:count], *([] if argmax[count] == NAN_TOKEN else [argmax[count]])]
-        result.add_row(tokens, emitted, [], NAN_TOKEN in argmax, count)
-    return result
+def _num_equal(tokens: list[int], others: list[int]) -> int:
+    """Return the length of the common prefix."""
+    agrees = [token == other for token, other in zip(tokens, others)]
+    return (*agrees, False).index(False)

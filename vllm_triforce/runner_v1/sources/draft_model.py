@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
 
-from vllm_triforce.cache.streaming import StreamingCache, StreamingWindow
+from vllm_triforce.cache.streaming import StreamingWindow
 from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.core.model_pass import PassInput, run_model
-from vllm_triforce.runner_v1.logits_processing import process_logits
 from vllm_triforce.runner_v1.sampling import (
     NAN_TOKEN,
     greedy_tokens,
@@ -19,12 +16,12 @@ from vllm_triforce.runner_v1.sampling import (
     softmax,
     token_distribution,
 )
-from vllm_triforce.runner_v1.sources.source import Draft, DraftSource, Match
+from vllm_triforce.runner_v1.sources.source import Draft, DraftSource, Match, SourceParts
 
 # Number of extra tokens that a pass of the draft reads without taking notably longer.
 _MAX_FREE_TOKENS = 16
 
-_ALWAYS = Match()
+ALWAYS = Match()
 
 
 @dataclass
@@ -39,61 +36,31 @@ class Feed:
 
 
 class DraftModel(DraftSource):
-    """Drafts with a small model that keeps a window of tokens per request.
-
-    Args:
-        model: draft model as loaded by vLLM.
-        layers: attention layers of the draft, by name.
-        builder: vLLM's metadata builder of these layers.
-        cache: private KV cache, bound to these layers.
-        window_sizes: numbers of sink tokens, recent tokens and tokens of the cache.
-    """
+    """Drafts with a small model that keeps a window of tokens per request."""
 
     name = "draft_model"
     prior_acceptance = (0.5,)  # docs/results.md
     needs_model = True
     stops_early = True
 
-    def __init__(
-        self,
-        model: Any,
-        vllm_config,
-        layers: dict[str, Attention],
-        builder,
-        cache: StreamingCache,
-        window_sizes: tuple[int, int, int],
-        device: torch.device,
-    ) -> None:
-        self.model = model
-        self._vllm_config = vllm_config
-        self._layers = layers
-        self._builder = builder
-        self.cache = cache
-        self._window_sizes = window_sizes
-        self._device = device
+    def __init__(self, parts: SourceParts) -> None:
+        self._config, self._vllm_config = parts.config, parts.vllm_config
+        self.model, self._layers, self._device = parts.draft, parts.draft_layers, parts.device
+        num_slots = min(
+            self._vllm_config.scheduler_config.max_num_seqs, self._config.max_speculating_seqs
+        )
+        self.cache, self._builder = private_cache(
+            self._layers, self._vllm_config, self._config, num_slots, self._device
+        )
         self._windows: dict[str, StreamingWindow] = {}
 
     @classmethod
     def build(cls, parts) -> "DraftModel":
-        config, vllm_config = parts.config, parts.vllm_config
-        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-        num_slots = min(max_num_seqs, config.max_speculating_seqs)
-        cache, builder = private_cache(
-            parts.draft_layers, vllm_config, config, num_slots, parts.device
-        )
-        return cls(
-            parts.draft,
-            vllm_config,
-            parts.draft_layers,
-            builder,
-            cache,
-            (config.num_sink_tokens, config.num_recent_tokens, config.window_tokens),
-            parts.device,
-        )
+        return cls(parts)
 
     def find_matches(self, batch, proposal, rows) -> list[Match | None]:
         # It has the images of no request.
-        return [None if batch.has_placeholders(row) else _ALWAYS for row in rows]
+        return [None if batch.has_placeholders(row) else ALWAYS for row in rows]
 
     def draft(
         self, batch, proposal, rows, max_tokens, matches, sampling, noise, stop=None
@@ -121,7 +88,7 @@ class DraftModel(DraftSource):
             logits, outputs = self._forward(feed, [self.cache.slot(ids[i]) for i in active])
             hidden = dict(zip(active, outputs))
             places = ((rows[i], draft.token_ids[i]) for i in active)
-            logits = self._processed(process_logits(logits, batch, proposal, places), batch)
+            logits = self._processed(batch.process_logits(logits, proposal, places), batch)
             draft.num_passes += 1
             active = self._sample(logits, active, sampling, noise, draft, stop)
             active = [
@@ -147,7 +114,10 @@ class DraftModel(DraftSource):
         return logits
 
     def _new_window(self) -> StreamingWindow:
-        return StreamingWindow(*self._window_sizes)
+        config = self._config
+        return StreamingWindow(
+            config.num_sink_tokens, config.num_recent_tokens, config.window_tokens
+        )
 
     def num_uncached_tokens(self, request_id: str, num_tokens: int) -> int:
         """Return how many tokens the draft must read to draft after ``num_tokens`` tokens."""

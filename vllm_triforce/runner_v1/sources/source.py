@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class Draft:
     """Passes of the draft model."""
 
     @classmethod
-    def empty(cls, num_rows: int) -> "Draft":
+    def empty(cls, num_rows: int) -> Self:
         """Create a draft without tokens."""
         return cls([[] for _ in range(num_rows)])
 
