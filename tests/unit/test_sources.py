@@ -33,11 +33,14 @@ class Careless(TokenSource):
     [([1, 2, 3, 4, 5], [1, 2, 3]), ([1, -1, 3], [1]), ([7, 8, 1], [7]), ([], []), ([0, 7], [0, 7])],
 )
 def test_drafts_are_cut_to_verifiable_tokens(given, drafted):
-    level1 = Level1([Careless(given)], SimpleNamespace(chooses_source=False), vocab_size=8)
-    batch = SimpleNamespace(context=lambda proposal, row: np.array([1, 2], np.int32))
-    proposal = Proposal.empty(1)
-    matches = level1.find_matches(batch, proposal, [0])
-    found = level1.draft_from_sources([("careless", 3)], matches, batch, proposal, [0], None, None)
+    controller = SimpleNamespace(chooses_source=False, choose_draft=lambda *_: ("careless", 3))
+    level1 = Level1([Careless(given)], controller, vocab_size=8)
+    batch = SimpleNamespace(
+        request_ids=["a"],
+        has_seed=lambda row: False,
+        context=lambda proposal, row: np.array([1, 2], np.int32),
+    )
+    found = level1.draft(batch, Proposal.empty(1), [0], [3], None, None)
     assert found.token_ids == [drafted]
 
 

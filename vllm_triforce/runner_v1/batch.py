@@ -1,6 +1,6 @@
 """Rows of Model Runner V1's batch as the speculator's input, and limits of their proposals."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 
 import numpy as np
@@ -46,16 +46,16 @@ class RunnerBatch:
 
         There are none if the result is not positive.
         """
-        request, tables = self._request(row), self._runner.input_batch.block_table.block_tables
-        if self._runner.input_batch.req_ids[row] in self._disabled:
+        request, input_batch = self._request(row), self._runner.input_batch
+        if input_batch.req_ids[row] in self._disabled:
             return 0
-        num_slots = min(int(t.num_blocks_per_row[row]) * t.block_size for t in tables)
-        params, max_len = request.sampling_params, self._runner.max_model_len
-        max_tokens = proposal_limit(params, max_tokens)
-        if params.max_tokens is not None:
-            max_len = min(max_len, request.num_prompt_tokens + params.max_tokens)
+        tables, params = input_batch.block_table.block_tables, request.sampling_params
         max_tokens = room_for_proposal(
-            num_computed, max_tokens, num_slots, max_len, self._config.min_context
+            num_computed,
+            proposal_limit(params, max_tokens),
+            min(int(table.num_blocks_per_row[row]) * table.block_size for table in tables),
+            min(self._runner.max_model_len, request.num_prompt_tokens + params.max_tokens),
+            self._config.min_context,
         )
         num_emitted = num_computed + 1 - request.num_prompt_tokens
         if num_emitted < params.min_tokens:
@@ -90,11 +90,7 @@ class RunnerBatch:
         short = [row for row in rows if not is_long[row]]
         return chosen + self.limit_rows(short, held, max_rows - len(chosen))
 
-    def is_greedy(self, row: int) -> bool:
-        return is_greedy(self._params(row))
-
     def has_seed(self, row: int) -> bool:
-        """True if a request samples with a seed."""
         return sampling_seed(self._params(row)) is not None
 
     def position_deltas(self, request_ids: list[str]) -> list[int]:
@@ -117,18 +113,24 @@ class RunnerBatch:
             metadata: vLLM's ``SamplingMetadata``.
         """
         input_batch = self._runner.input_batch
-        tables = input_batch.block_table.block_tables
-        token_ids = []
-        for row in rows:
+        requests, params = list(map(self._request, rows)), list(map(self._params, rows))
+        token_ids, logits_processors = [], []
+        for row, request in zip(rows, requests):
             earlier_ids = input_batch.token_ids_cpu[row, : computed[row] + 1 - counts[row]]
             new_ids = np.asarray(sampled[row][: counts[row]], dtype=np.int32)
-            token_ids.append(np.concatenate([earlier_ids, new_ids]))
-        logits_processors: list[Callable | None] = [
-            self._logits_processor(row, row_ids) for row, row_ids in zip(rows, token_ids)
-        ]
-        # Penalties and the newest token above are of the true ids; only the drafts see no images.
-        for row, row_ids in zip(rows, token_ids):
-            for feature in self._request(row).mm_features:
+            row_ids = np.concatenate([earlier_ids, new_ids])
+            token_ids.append(row_ids)
+            logits_processors.append(
+                LogitsProcessing.for_request(
+                    request.sampling_params,
+                    row_ids,
+                    request.num_prompt_tokens,
+                    input_batch.vocab_size,
+                    self._device,
+                )
+            )
+            # Penalties and the newest token are of the true ids; only the drafts see no images.
+            for feature in request.mm_features:
                 place = feature.mm_position
                 row_ids[place.offset : place.offset + place.length] = PLACEHOLDER
         return DraftBatch(
@@ -138,19 +140,25 @@ class RunnerBatch:
             max_num_tokens=[max_lens[row] for row in rows],
             block_tables=[
                 [table.block_table.np[row, : table.num_blocks_per_row[row]] for row in rows]
-                for table in tables
+                for table in input_batch.block_table.block_tables
             ],
             queries=[partial(self._recorder.last_accepted, row, num_rejected[row]) for row in rows],
-            sampling=self.sampling(rows, metadata),
+            sampling=self.sampling(rows, params, metadata),
             num_plain_reqs=sum(map(bool, counts)) - len(rows),
-            is_greedy=[self.is_greedy(row) for row in rows],
-            num_remaining_tokens=[self.num_remaining_tokens(row, computed[row]) for row in rows],
+            is_greedy=list(map(is_greedy, params)),
+            num_remaining_tokens=[
+                request.num_prompt_tokens + request.sampling_params.max_tokens - computed[row] - 1
+                for row, request in zip(rows, requests)
+            ],
             logits_processors=logits_processors,
         )
 
-    def sampling(self, rows: list[int], metadata) -> SamplingRows:
-        """Build the sampling parameters of ``rows`` from vLLM's ``SamplingMetadata``."""
-        params = [self._params(row) for row in rows]
+    def sampling(self, rows: list[int], params: list, metadata) -> SamplingRows:
+        """Build the sampling parameters of ``rows`` from vLLM's ``SamplingMetadata``.
+
+        Args:
+            params: vLLM's ``SamplingParams`` of each row.
+        """
         seeds = [sampling_seed(p) for p in params]
         if metadata.temperature is None:
             return SamplingRows(torch.zeros(len(rows), device=self._device), seeds=seeds)
@@ -169,27 +177,12 @@ class RunnerBatch:
             seeds=seeds,
         )
 
-    def _logits_processor(self, row: int, token_ids: np.ndarray) -> LogitsProcessing | None:
-        request, vocab_size = self._request(row), self._runner.input_batch.vocab_size
-        return LogitsProcessing.for_request(
-            request.sampling_params, token_ids, request.num_prompt_tokens, vocab_size, self._device
-        )
-
     def _request(self, row: int):
         """Return vLLM's ``CachedRequestState`` of a row."""
         return self._runner.requests[self._runner.input_batch.req_ids[row]]
 
     def _params(self, row: int):
-        """Return a request's ``SamplingParams``."""
         return self._request(row).sampling_params
-
-    def num_remaining_tokens(self, row: int, num_computed: int) -> int:
-        """Return how many tokens a request may still emit."""
-        request = self._request(row)
-        max_tokens = request.sampling_params.max_tokens
-        if max_tokens is None:
-            return self._runner.max_model_len - num_computed
-        return max_tokens - (num_computed + 1 - request.num_prompt_tokens)
 
 
 def forget_blocks(runner, num_kept: Mapping[str, tuple[int, ...]]) -> None:
@@ -233,10 +226,8 @@ class AdapterSwitch:
         """
         input_batch = self._runner.input_batch
         rows = map(input_batch.req_id_to_index.get, request_ids)
-        lora_ids = (0 if row is None else input_batch.request_lora_mapping[row] for row in rows)
-        mapping = tuple(
-            int(lora_id) for lora_id, count in zip(lora_ids, num_tokens) for _ in range(count)
-        )
+        lora_ids = [0 if row is None else input_batch.request_lora_mapping[row] for row in rows]
+        mapping = tuple(np.repeat(lora_ids, num_tokens).tolist())
         active = set(input_batch.lora_id_to_lora_request.values())
         # Logits are computed for every token, so vLLM's prompt and token mappings are the same.
         self._set_active(mapping, mapping, active)

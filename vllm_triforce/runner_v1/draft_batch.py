@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vllm_triforce.runner_v1.sampling import SamplingRows
+from vllm_triforce.runner_v1.sampling import LogitsProcessing, SamplingRows
 
 # In the place of the ids that stand for an image, audio or video in a prompt.
 PLACEHOLDER = -1
@@ -30,18 +30,16 @@ class DraftBatch:
     """Each returns [num_layers, num_heads, head_dim], level 3's query of the last accepted
     token."""
     sampling: SamplingRows
+    logits_processors: list[LogitsProcessing | None] = field(default_factory=list)
+    """None for requests that change no logits; empty if none does."""
+    # For the controller, which chooses before a batch is divided.
     num_plain_reqs: int = 0
     """Number of requests in the engine's step that cannot be speculated on."""
-    is_greedy: list[bool] | None = None
-    """True where level 3 verifies by argmax; None: as the inner levels do. Requests with a grammar
-    are drafted greedily although level 3 samples."""
-    num_remaining_tokens: list[int] | None = None
-    """Tokens that each request may still emit; None if unknown."""
-    logits_processors: list[Callable[[torch.Tensor, list[int]], None] | None] = field(
-        default_factory=list
-    )
-    """Each changes logits, [vocab_size], in place, given the tokens that follow ``token_ids``
-    (``LogitsProcessing``). None for requests that change no logits; empty if none does."""
+    is_greedy: list[bool] = field(default_factory=list)
+    """True where level 3 verifies by argmax. Requests with a grammar are drafted greedily although
+    level 3 samples."""
+    num_remaining_tokens: list[int] = field(default_factory=list)
+    """Tokens that each request may still emit."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -58,7 +56,6 @@ class DraftBatch:
         return self.token_ids[row].min() == PLACEHOLDER
 
     def has_seed(self, row: int) -> bool:
-        """True if a request samples with a seed."""
         return bool(self.sampling.seeds) and self.sampling.seeds[row] is not None
 
     def process_logits(
@@ -94,7 +91,7 @@ class DraftBatch:
             [pick(tables) for tables in self.block_tables],
             pick(self.queries),
             self.sampling.take(rows),
-            logits_processors=pick(self.logits_processors) if self.logits_processors else [],
+            pick(self.logits_processors) if self.logits_processors else [],
         )
 
 
@@ -113,7 +110,6 @@ class Proposal:
 
     @classmethod
     def empty(cls, num_reqs: int) -> "Proposal":
-        """Create a proposal without tokens."""
         return cls([[] for _ in range(num_reqs)], [[] for _ in range(num_reqs)], [0] * num_reqs)
 
     def __len__(self) -> int:

@@ -96,7 +96,6 @@ class DraftProbsStore:
             self._proposals[request_id] = token_ids, probs
 
     def forget(self, request_id: str) -> None:
-        """Drop a request's proposal, if it has one."""
         self._proposals.pop(request_id, None)
 
     def take(

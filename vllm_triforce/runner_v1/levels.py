@@ -62,9 +62,14 @@ class Level1:
             for row, row_classes, row_max in zip(rows, classes, max_tokens)
         ]
         rule, choices = self._with_rule(choices, batch, rows, max_tokens)
-        draft = self.draft_from_sources(
-            choices, matches, batch, proposal, rows, sampling, noise, rule
-        )
+        draft = RoutedDraft.empty(len(rows))
+        for name, source in self.sources.items():
+            counts = [count if chosen == name else 0 for chosen, count in choices]
+            if any(counts):
+                its_draft = self.draft_from(
+                    source, batch, proposal, rows, counts, matches[name], sampling, noise, rule
+                )
+                draft.copy_rows(its_draft, [i for i, count in enumerate(counts) if count])
         draft.sources = [name for name, _ in choices]
         draft.match_classes = [
             None if name is None else self._traits[name].match_class(row_classes)
@@ -103,28 +108,6 @@ class Level1:
             sources = sources[:1]
         return {s.name: s.find_matches(batch, proposal, rows) for s in sources}
 
-    def draft_from_sources(
-        self,
-        choices: Sequence[tuple[str | None, int]],  # source and number of tokens, per row
-        matches: Matches,
-        batch: DraftBatch,
-        proposal: Proposal,
-        rows: Sequence[int],
-        sampling,
-        noise,
-        rule: StopRule | None = None,
-    ) -> RoutedDraft:
-        """Draft each row's tokens from its source; ``rule`` ends those of the model."""
-        merged = RoutedDraft.empty(len(rows))
-        for name, source in self.sources.items():
-            max_tokens = [count if chosen == name else 0 for chosen, count in choices]
-            if any(max_tokens):
-                draft = self.draft_from(
-                    source, batch, proposal, rows, max_tokens, matches[name], sampling, noise, rule
-                )
-                merged.copy_rows(draft, [i for i, count in enumerate(max_tokens) if count])
-        return merged
-
     def draft_from(
         self,
         source: DraftSource,
@@ -154,7 +137,7 @@ class Level1:
         """Return how many tokens level 1 must read to draft after ``num_tokens`` tokens.
 
         Args:
-            classes: the request's match class by source, None for a source without tokens.
+            classes: ``match_classes()`` of the request.
         """
         return max(
             0
@@ -174,7 +157,6 @@ class Level1:
             source.clean(request_id)
 
     def release(self, request_id: str) -> None:
-        """Forget a request that has left the engine."""
         for source in self.sources.values():
             source.release(request_id)
 

@@ -145,14 +145,8 @@ class PlainSteps:
         # A new request may have the id of one that left.
         joined = (present - self._present) | new.keys()
         self._present = frozenset(present)
-        requests = self._runner.requests
-        params = {
-            request_id: (new.get(request_id) or requests[request_id]).sampling_params
-            for request_id in present
-        }
-        seeded = {
-            request_id for request_id in params if sampling_seed(params[request_id]) is not None
-        }
+        requests = self._runner.requests | new
+        seeded = {i for i in present if sampling_seed(requests[i].sampling_params) is not None}
         self._has_seed = bool(seeded)
         if joined & seeded:
             self._controller.seeded_request_joined()

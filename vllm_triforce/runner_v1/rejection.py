@@ -85,7 +85,6 @@ class CompleteRejectionSampler(RejectionSampler):
         return [part.tolist() for part in probs.double().cpu().split(num_draft_tokens)]
 
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
-        """Verify the draft tokens, as vLLM does."""
         self._acceptance = None
         self._logprob_token_ids = sampling_metadata.logprob_token_ids or {}
         if self._logprob_token_ids:
@@ -119,7 +118,11 @@ class CompleteRejectionSampler(RejectionSampler):
         # Biases come first, as in the plain sampler: a penalty depends on the logit's sign.
         for processor in sampling_metadata.logitsprocs.non_argmax_invariant:
             if isinstance(processor, LogitBiasLogitsProcessor) and processor.biases:
-                _add_biases(logits, _owners(metadata), processor.biases)
+                for place, owner in enumerate(_owners(metadata).tolist()):
+                    if bias := processor.biases.get(owner):
+                        tokens = torch.tensor(list(bias), device=logits.device)
+                        values = torch.tensor(list(bias.values()), device=logits.device)
+                        logits[place, tokens] += values
         logits = super().apply_logits_processors(logits, sampling_metadata, metadata)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
@@ -168,18 +171,6 @@ def _add_logprobs(
         ids[row * row_length, 1 : 1 + len(token_ids)] = index.to(ids.dtype)
         values[row * row_length, 1 : 1 + len(token_ids)] = logprobs[row, index]
     return LogprobsTensors(ids, values, tensors.selected_token_ranks)
-
-
-def _add_biases(
-    logits: torch.Tensor,  # [num_draft_tokens, vocab_size], changed in place
-    owners: torch.Tensor,  # [num_draft_tokens], row of the batch
-    biases: dict[int, dict[int, float]],  # by row of the batch, by token
-) -> None:
-    """Add ``logit_bias``."""
-    for place, owner in enumerate(owners.tolist()):
-        if bias := biases.get(owner):
-            tokens = torch.tensor(list(bias), device=logits.device)
-            logits[place, tokens] += torch.tensor(list(bias.values()), device=logits.device)
 
 
 def acceptance_probs(

@@ -1,7 +1,7 @@
 """Level 2: the target, or its copy, over the retrieval cache (paper, section 4.2)."""
 
+import sys
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +16,9 @@ from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.core.head import states_read
-from vllm_triforce.core.kv_groups import KVGroup
+from vllm_triforce.core.kv_groups import KVGroup, group_layers, retrieval_block_size
 from vllm_triforce.core.level2_model import Level2Model
 from vllm_triforce.core.model_pass import PassInput, run_model, target_inputs
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
@@ -165,34 +166,41 @@ class RetrievalLevel:
                 kv_cache = layers[layer_name].kv_cache
                 kv_cache[ids] = kv_cache[ids].nan_to_num_(0.0, 0.0, 0.0)
 
-    @property
-    def num_requests(self) -> int:
-        """Number of requests with a selection."""
-        return len(self.cache)
-
     def release(self, request_id: str) -> None:
-        """Forget a request that has left the engine."""
         self.cache.release(request_id)
 
 
 def build_level2(
     config: ResolvedConfig,
     level2_model: Level2Model,
-    groups: list[KVGroup],
-    layers: list,
-    builder: Any,
-    recorder: QueryRecorder,
+    target_layers: dict,
+    kv_cache_config,
+    attn_groups,
+    block_sizes: list[int],
     dtype: torch.dtype,
     device: torch.device,
-) -> RetrievalLevel:
+) -> tuple[RetrievalLevel, QueryRecorder, ResolvedConfig]:
     """Build level 2 over the target's KV cache.
 
     Args:
-        config: fitted to the KV blocks of the layers that retrieve.
-        layers: attention layers that retrieve; ``builder`` builds their metadata.
+        target_layers: attention layers of the target, by name.
+        attn_groups: vLLM's attention groups per KV cache group, with their metadata builders.
+        block_sizes: tokens per block of each KV cache group.
         dtype: of the target.
+
+    Returns:
+        Level 2, the recorder of the full pass's queries, and ``config`` fitted to the KV blocks of
+        the layers that retrieve.
     """
-    attention = ragged_attention()(layers, builder, recorder)
+    attention_class = ragged_attention()
+    groups, layers, builder = group_layers(
+        kv_cache_config, attn_groups, block_sizes, target_layers, attention_class
+    )
+    config = fit_blocks(config, retrieval_block_size(groups))
+    # Passes of level 2 that select by their own queries need none of the full passes.
+    min_context = config.min_context if config.keeps_selections else sys.maxsize
+    recorder = QueryRecorder(len(layers), config.num_speculative_tokens + 1, min_context)
+    attention = attention_class(layers, builder, recorder)
     policy = POLICIES[config.policy]()
     cache = RetrievalCache(
         allocate_summaries(policy, layers, dtype, device, attention.block_summaries()),
@@ -202,7 +210,7 @@ def build_level2(
         refresh_interval=config.refresh_interval,
         head_strides=attention.head_strides(),
     )
-    return RetrievalLevel(level2_model, groups, attention, cache, device)
+    return RetrievalLevel(level2_model, groups, attention, cache, device), recorder, config
 
 
 def ragged_attention() -> type[RaggedRetrievalAttention]:

@@ -18,13 +18,12 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.config.draft_sources import HEAD_SOURCE, SOURCES
 from vllm_triforce.controller import Controller, CostModel, Measurements
 from vllm_triforce.controller.describe import describe
 from vllm_triforce.core.draft_cache import loading_draft, warm_up
 from vllm_triforce.core.head import aux_layers, emit_states, load_head
-from vllm_triforce.core.kv_groups import attention_layers, group_layers, retrieval_block_size
+from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.level2_model import load_level2_model
 from vllm_triforce.core.own_layers import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
@@ -37,7 +36,7 @@ from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
 from vllm_triforce.runner_v1.levels import Level1
 from vllm_triforce.runner_v1.plain_steps import PlainSteps
 from vllm_triforce.runner_v1.rejection import support_all_sampling_params
-from vllm_triforce.runner_v1.retrieval import RetrievalLevel, build_level2, ragged_attention
+from vllm_triforce.runner_v1.retrieval import build_level2
 from vllm_triforce.runner_v1.sampling import InnerNoise
 from vllm_triforce.runner_v1.sources.head import Head, HiddenStates
 from vllm_triforce.runner_v1.sources.source import SourceParts
@@ -149,29 +148,16 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
     def _build_speculator(self, kv_cache_config) -> SpeculatorV1:
         """Build the levels over vLLM's KV cache, and their controller."""
         vllm_config, config = self.vllm_config, self.config
-        model_config = vllm_config.model_config
-        groups, layers, builder = [], [], None
+        model_config, level2 = vllm_config.model_config, None
+        self._recorder = QueryRecorder(0, config.num_speculative_tokens + 1, sys.maxsize)
         if config.uses_level2:
-            groups, layers, builder = group_layers(
+            level2, self._recorder, config = build_level2(
+                config,
+                self._level2_model,
+                self.target_layers,
                 kv_cache_config,
                 self._runner.attn_groups,
                 self._block_sizes,
-                self.target_layers,
-                ragged_attention(),
-            )
-            config = fit_blocks(config, retrieval_block_size(groups))
-        # Passes of level 2 that select by their own queries need none of the full passes.
-        min_context = config.min_context if config.keeps_selections else sys.maxsize
-        self._recorder = QueryRecorder(len(layers), config.num_speculative_tokens + 1, min_context)
-        level2: RetrievalLevel | None = None
-        if config.uses_level2:
-            level2 = build_level2(
-                config,
-                self._level2_model,
-                groups,
-                layers,
-                builder,
-                self._recorder,
                 model_config.dtype,
                 self.device,
             )

@@ -29,12 +29,10 @@ class SamplingRows:
 
     @cached_property
     def all_greedy(self) -> bool:
-        """True if every row is greedy."""
         return bool(self.is_greedy.all())
 
     @property
     def is_greedy(self) -> torch.Tensor:  # [num_reqs], bool
-        """True for each greedy row."""
         return self.temperature < GREEDY_EPSILON
 
     def take(self, rows: list[int]) -> "SamplingRows":

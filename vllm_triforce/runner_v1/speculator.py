@@ -1,7 +1,7 @@
 """Runner V1's speculator: makes the proposals of a step, and measures them for the controller."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vllm_triforce.controller import Candidate, Controller
@@ -29,11 +29,7 @@ _LONGEST = 8
 
 
 class SpeculatorV1:
-    """Proposes by levels 1 and 2, or directly by level 1, as the controller chooses.
-
-    Args:
-        controller: chooses the route and length of each proposal, and level 1's source.
-    """
+    """Proposes by levels 1 and 2, or directly by level 1, as the controller chooses."""
 
     def __init__(
         self,
@@ -73,8 +69,6 @@ class SpeculatorV1:
 
     def _candidates(self, batch: DraftBatch, matches: Matches) -> list[Candidate]:
         """Describe the requests to the controller."""
-        greedy = batch.is_greedy or batch.sampling.is_greedy.tolist()
-        num_left: Sequence[int | None] = batch.num_remaining_tokens or [None] * len(batch)
         return [
             Candidate(
                 request_id,
@@ -82,10 +76,10 @@ class SpeculatorV1:
                 batch.max_num_tokens[row],
                 classes := match_classes(matches, row),
                 batch.has_seed(row),
-                greedy[row],
+                batch.is_greedy[row],
                 self.level1.num_uncached_tokens(request_id, context + 1, classes),
                 0 if self.level2 is None or self.level2.has_selection(request_id) else context,
-                num_left[row],
+                batch.num_remaining_tokens[row],
             )
             for row, request_id in enumerate(batch.request_ids)
         ]
@@ -94,13 +88,12 @@ class SpeculatorV1:
         self, batch: DraftBatch, proposal: Proposal, rows: list[int], lengths: list[int]
     ) -> None:
         """Propose ``lengths[i]`` tokens for ``rows[i]`` by levels 1 and 2."""
-        start = time.perf_counter()
         assert self.level2 is not None
         part = batch.take(rows, lengths)
+        observer = ObserverV1(self, self.level2, part)
         levels = LevelsV1(part, self.level1, self.level2, self.noise, self.disabled_requests)
-        observer = ObserverV1(part, self.level2, self.controller, self.counters, start)
         propose(levels, observer)
-        observer.on_proposal_end()
+        self._correct_plan(not observer.is_typical, observer.num_catch_up_tokens)
         for row, token_ids, probs in zip(rows, levels.proposal.token_ids, levels.proposal.probs):
             proposal.token_ids[row], proposal.probs[row] = token_ids, probs
 
@@ -149,10 +142,7 @@ class SpeculatorV1:
     def _add_direct_draft(
         self, batch: DraftBatch, proposal: Proposal, rows: list[int], draft: Draft
     ) -> None:
-        if draft.starts_window:
-            self.controller.forget_plan()
-        elif draft.num_catch_up_tokens:
-            self.controller.reads_window(draft.num_catch_up_tokens)
+        self._correct_plan(draft.starts_window, draft.num_catch_up_tokens)
         for i, row in enumerate(rows):
             token_ids = draft.token_ids[i]
             probs = None if draft.probs is None else draft.probs[i]
@@ -160,6 +150,13 @@ class SpeculatorV1:
         for i in draft.nan_rows:
             self.level1.clean(batch.request_ids[rows[i]])
             self.disabled_requests.add(batch.request_ids[rows[i]], "level 1's (the draft's)")
+
+    def _correct_plan(self, is_untypical: bool, num_catch_up_tokens: int) -> None:
+        """Report work to the controller that its plan did not expect."""
+        if is_untypical:
+            self.controller.forget_plan()
+        elif num_catch_up_tokens:
+            self.controller.reads_window(num_catch_up_tokens)
 
     def release(self, request_id: str) -> None:
         """Forget a request that has left the engine."""
@@ -173,42 +170,27 @@ class SpeculatorV1:
         """Count the requests with state, by the part that keeps it."""
         return {
             "level 1": self.level1.num_requests,
-            "level 2": 0 if self.level2 is None else self.level2.num_requests,
+            "level 2": 0 if self.level2 is None else len(self.level2.cache),
             "controller": self.controller.num_requests,
             "disabled": len(self.disabled_requests),
         }
 
 
 class ObserverV1(Observer):
-    """Measures one proposal of levels 1 and 2 for the counters and the controller.
+    """Measures one proposal of levels 1 and 2 for the counters and the controller."""
 
-    Args:
-        start: ``time.perf_counter()`` at the start of the proposal. The time before the loop
-            counts as selection.
-    """
-
-    def __init__(
-        self,
-        batch: DraftBatch,
-        level2: RetrievalLevel,
-        controller: Controller,
-        counters: LevelCounters,
-        start: float,
-    ) -> None:
+    def __init__(self, speculator: SpeculatorV1, level2: RetrievalLevel, batch: DraftBatch) -> None:
         self._batch = batch
-        self._controller = controller
-        self._counters = counters
+        self._controller, self._counters = speculator.controller, speculator.counters
         self._seconds: dict[str, float] = {}
-        self._start = start
         # A request's first selection reads its whole context, so that this proposal's time
         # predicts no later one's.
-        self._is_first = not all(level2.has_selection(name) for name in batch.request_ids)
-        self._is_typical, self._num_catch_up_tokens = not self._is_first, 0
+        self._is_first = not all(map(level2.has_selection, batch.request_ids))
+        self.is_typical, self.num_catch_up_tokens = not self._is_first, 0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time a part of the loop."""
-        start = self._start if name == "selection" else time.perf_counter()
+        start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
         self._seconds[name] = seconds
@@ -237,12 +219,5 @@ class ObserverV1(Observer):
                     drafts_s = draft.num_passes * costs.draft(num_drafting)
                     costs.observe_level1(drafts_s, self._seconds["level 1"])
         self._is_first = False
-        self._is_typical = self._is_typical and not draft.starts_window
-        self._num_catch_up_tokens += draft.num_catch_up_tokens
-
-    def on_proposal_end(self) -> None:
-        """Report work to the controller that its plan did not expect."""
-        if not self._is_typical:
-            self._controller.forget_plan()
-        elif self._num_catch_up_tokens:
-            self._controller.reads_window(self._num_catch_up_tokens)
+        self.is_typical = self.is_typical and not draft.starts_window
+        self.num_catch_up_tokens += draft.num_catch_up_tokens

@@ -40,7 +40,6 @@ class Draft:
 
     @classmethod
     def empty(cls, num_rows: int) -> Self:
-        """Create a draft without tokens."""
         return cls([[] for _ in range(num_rows)])
 
     def copy_rows(self, other: "Draft", rows: Sequence[int]) -> None:
