@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.limits import (
     decodes_plainly,
@@ -20,15 +21,15 @@ from vllm_triforce.vllm_patches import swaps
 
 
 class RunnerBatch:
-    """Reads a runner's batch by row.
-
-    Args:
-        recorder: recorder of the full pass's queries.
-        disabled: ids of requests that are no longer speculated on.
-    """
+    """Reads a runner's batch by row; ids in ``disabled`` are no longer speculated on."""
 
     def __init__(
-        self, runner, config: ResolvedConfig, recorder, disabled: Container[str], device
+        self,
+        runner,
+        config: ResolvedConfig,
+        recorder: QueryRecorder,
+        disabled: Container[str],
+        device: torch.device,
     ) -> None:
         self._runner = runner
         self._config = config

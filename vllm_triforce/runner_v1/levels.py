@@ -38,7 +38,7 @@ class Level1:
 
     Args:
         sources: the preferred one first; the others are used if the controller chooses.
-        vocab_size: the target's vocabulary size.
+        vocab_size: the target's.
     """
 
     def __init__(

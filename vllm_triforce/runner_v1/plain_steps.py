@@ -24,7 +24,7 @@ class PlainSteps:
     """Wraps the runner's ``execute_model``, ``sample_tokens`` and ``_sample``.
 
     Args:
-        recorder: recorder of the full pass's queries, which a plain step does not need.
+        recorder: records the full pass's queries, which a plain step does not need.
         on_new_blocks: called with the blocks that a step will overwrite, by KV cache group, if
             level 2 has summaries of blocks.
         on_finished: called after the runner has removed finished requests.

@@ -31,15 +31,14 @@ from vllm_triforce.runner_v1.sampling import below_min_p, softmax
 from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
 from vllm_triforce.vllm_patches import swaps
 
+Routes = Mapping[str, str]
+"""Route of each request's last proposal."""
+
 
 def support_all_sampling_params(
-    runner, vllm_config, device, routes: Mapping[str, str]
+    runner, vllm_config, device, routes: Routes
 ) -> "CompleteRejectionSampler":
-    """Give a runner every built-in logits processor and a rejection sampler that applies them.
-
-    Args:
-        routes: route of each request's last proposal.
-    """
+    """Give a runner every built-in logits processor and a rejection sampler that applies them."""
     batch = runner.input_batch
     processors = LogitsProcessors(
         processor(vllm_config, device, False) for processor in BUILTIN_LOGITS_PROCESSORS
@@ -202,22 +201,15 @@ class SyntheticTest:
         rates: vLLM's, by place.
         direct_rate: that of a direct draft's tokens; None for ``rates``.
         batch: vLLM's input batch.
-        routes: route of each request's last proposal.
         seed: the engine's, so that all ranks accept alike.
     """
 
     def __init__(
-        self,
-        rates: list[float],
-        direct_rate: float | None,
-        batch,
-        routes: Mapping[str, str],
-        seed: int | None,
+        self, rates: list[float], direct_rate: float | None, batch, routes: Routes, seed: int | None
     ) -> None:
         self._rates = rates_by_place(rates)
         self._direct = self._rates if direct_rate is None else [direct_rate] * len(rates)
-        self._batch = batch
-        self._routes = routes
+        self._batch, self._routes = batch, routes
         self._random = random.Random(seed)
 
     def __call__(self, *args, **options) -> torch.Tensor:  # [batch_size, max_spec_len + 1], int32

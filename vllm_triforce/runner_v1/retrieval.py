@@ -32,9 +32,7 @@ class RetrievalLevel:
     again, so no approximate KV survives.
 
     Args:
-        level2_model: the target, or its copy.
         groups: vLLM's KV cache groups; all sparse layers are in one of them.
-        attention: sparse attention of the platform.
     """
 
     def __init__(
@@ -180,13 +178,7 @@ def build_level2(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[RetrievalLevel, QueryRecorder, ResolvedConfig]:
-    """Build level 2 over the target's KV cache.
-
-    Args:
-        target_layers: attention layers of the target, by name.
-        attn_groups: vLLM's attention groups per KV cache group, with their metadata builders.
-        block_sizes: tokens per block of each KV cache group.
-        dtype: of the target.
+    """Build level 2 over the target's KV cache; its groups are those of ``group_layers()``.
 
     Returns:
         Level 2, the recorder of the full pass's queries, and ``config`` fitted to the KV blocks of
