@@ -31,7 +31,6 @@ WITHOUT_VLLM = [
     "vllm_triforce/config/keys.py",
     "vllm_triforce/config/triforce_config.py",
     "vllm_triforce_bench/lab/*.py",
-    "vllm_triforce_bench/lab/policies/*.py",
 ]
 
 

@@ -29,23 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{setting.name.replace('_', '-')}", help=help, **keys)
 
 
-def read_settings(args: argparse.Namespace) -> LabSettings:
-    """Raise ValueError if the arguments do not make a run."""
-    values: dict[str, Any] = {}
-    for name in (field.name for field in dataclasses.fields(LabSettings)):
-        value = getattr(args, name)
-        values[name] = tuple(value) if isinstance(value, list) else value
-    return LabSettings(**values)
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure, print and write; bad input ends in ``args.fail``."""
     from vllm_triforce_bench.console import stdout_console
     from vllm_triforce_bench.lab import report, target
-    from vllm_triforce_bench.lab.contexts import read_contexts
+    from vllm_triforce_bench.lab.measure import read_contexts
 
     try:
-        settings = read_settings(args)
+        names = [field.name for field in dataclasses.fields(LabSettings)]
+        settings = LabSettings(**{name: getattr(args, name) for name in names})
         target.check_device(settings.device)
         config, tokenizer = target.load_config_and_tokenizer(settings)
         contexts = read_contexts(tokenizer, settings)

@@ -7,7 +7,7 @@ The output layer and the embeddings stay as they are, as in checkpoints of vLLM'
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,18 +91,18 @@ def make_copy(model: Any, name: str) -> Any:
         for parameter in copied.parameters():
             parameter.data = parameter.data.to(scheme.dtype)
         return copied
-    output = copied.get_output_embeddings()
+    output, round_inputs = copied.get_output_embeddings(), scheme.inputs
     for layer in copied.modules():
         if not isinstance(layer, nn.Linear) or layer is output:
             continue
         if scheme.weights is not None:
             layer.weight.copy_(scheme.weights(layer.weight))
-        if scheme.inputs is not None:
-            layer.register_forward_pre_hook(_rounded_inputs(scheme.inputs))
+        if round_inputs is not None:
+            layer.register_forward_pre_hook(lambda _, args: (round_inputs(args[0]), *args[1:]))
     return copied
 
 
-def check_copies(config, names: tuple[str, ...], trust_remote_code: bool = False) -> None:
+def check_copies(config, names: Sequence[str], trust_remote_code: bool = False) -> None:
     """Raise ValueError if a scheme cannot round all matrices of transformers' model."""
     from transformers import AutoModelForCausalLM
 
@@ -118,7 +118,3 @@ def check_copies(config, names: tuple[str, ...], trust_remote_code: bool = False
                 f"copies: {name} of {type(model).__name__} is not a torch.nn.Linear, whose weights "
                 "alone the lab rounds; use bfloat16 or none"
             )
-
-
-def _rounded_inputs(round_inputs: Callable[[torch.Tensor], torch.Tensor]):
-    return lambda _, args: (round_inputs(args[0]), *args[1:])

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_triforce_bench.lab.policies.base import LabPolicy
+from vllm_triforce_bench.lab.policies import LabPolicy
 from vllm_triforce_bench.lab.trace import (
     AttentionOptions,
     LayerTrace,

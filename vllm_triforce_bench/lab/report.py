@@ -1,10 +1,11 @@
 """Terminal, CSV, JSON, figures and a page, from the rows of a run."""
 
 import base64
-import dataclasses
 import html
 import io
 import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -16,9 +17,13 @@ from rich.table import Table as RichTable
 
 from vllm_triforce_bench import page
 from vllm_triforce_bench.colours import POLICIES
-from vllm_triforce_bench.lab.settings import LabSettings
-from vllm_triforce_bench.lab.summary import MEASURES, Table, tables
+from vllm_triforce_bench.lab.settings import VARIED, LabSettings
 
+MEASURES = {
+    "greedy_agreement": "greedy agreement",
+    "acceptance": "acceptance",
+    "kept_mass": "attention kept",
+}
 _MEANING = (
     "How often a token that reads a budget of the KV cache is the token that the full cache gives. "
     "Greedy agreement: same most probable token. Acceptance: the chance that speculative sampling "
@@ -26,6 +31,69 @@ _MEANING = (
     "full attention that falls on the tokens read. Means over the stretches of text, plus or minus "
     "half the distance of the extremes."
 )
+
+
+@dataclass(frozen=True)
+class Table:
+    """One experiment, at one budget unless it varies the budget.
+
+    Args:
+        label: name of the varied value.
+        figures: mean, min, max and count over the stretches of each measure, by policy and varied
+            value.
+    """
+
+    experiment: str
+    budget: int | None
+    label: str
+    figures: pd.DataFrame
+
+    @property
+    def name(self) -> str:
+        return self.experiment if self.budget is None else f"{self.experiment}-{self.budget}"
+
+    @property
+    def title(self) -> str:
+        at = "" if self.budget is None else f", budget {self.budget}"
+        return f"By {self.label}{at}"
+
+    @property
+    def policies(self) -> list[str]:
+        return list(self.figures.index.unique(0))
+
+    @property
+    def values(self) -> list[int]:
+        return sorted(self.figures.index.unique(1))
+
+    def lines(self) -> Iterator[list[str]]:
+        """Yield a policy, a measure, and the cells of each measure's line."""
+        for policy in self.policies:
+            for measure, name in MEASURES.items():
+                # A column a value; a policy may lack some.
+                part = self.figures.loc[policy][measure].reindex(self.values)
+                yield [policy, name, *(_cell(*row) for row in part.itertuples(index=False))]
+
+
+def _cell(mean: float, low: float, high: float, count: float) -> str:
+    """Format the mean over stretches, plus or minus half the range if there are several."""
+    if mean != mean:
+        return ""
+    return f"{mean:.3f}" if count == 1 else f"{mean:.3f} ±{(high - low) / 2:.3f}"
+
+
+def tables(rows: pd.DataFrame) -> list[Table]:
+    """Make all tables of a run."""
+    run_tables = []
+    for experiment, (column, label) in VARIED.items():
+        part = rows[rows["experiment"] == experiment]
+        # By one budget each, but for the experiment that varies it.
+        groups = [(None, part)] if column == "budget" else part.groupby("budget")
+        for budget, chosen in groups:
+            if not chosen.empty:
+                by = chosen.groupby(["policy", column], sort=False)[list(MEASURES)]
+                figures = by.agg(["mean", "min", "max", "count"])
+                run_tables.append(Table(experiment, budget, label, figures))
+    return run_tables
 
 
 def save_rows(rows: list[dict], folder: Path) -> pd.DataFrame:
@@ -62,7 +130,7 @@ def write(
     Returns:
         The files written.
     """
-    values = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
+    values = json.loads(json.dumps(asdict(settings), default=str))
     document = dict(settings=values, facts=facts, rows=json.loads(frame.to_json(orient="records")))
     written = [folder / "rows.csv", folder / "results.json"]
     written[-1].write_text(json.dumps(document, indent=1))

@@ -1,7 +1,7 @@
 """Settings of the lab, checked before anything is loaded."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from vllm_triforce_bench.lab.policies import POLICIES, Full, Sizes
 from vllm_triforce_bench.options import NotNegative, Share, ShareAboveZero
 
 VARIED = {
-    "budget": "budget",
-    "depth": "context",
-    "chunk": "chunk_size",
-    "recent": "recent_tokens",
-    "refresh": "refresh_interval",
+    "budget": ("budget", "budget, tokens"),
+    "depth": ("context", "context, tokens"),
+    "chunk": ("chunk_size", "chunk size, tokens"),
+    "recent": ("recent_tokens", "recent tokens"),
+    "refresh": ("refresh_interval", "refresh interval, full passes"),
 }
-"""What each experiment varies."""
+"""Field of the rows that each experiment varies, and its name in tables."""
 _SIZES = ("context", "chunk_size", "recent_tokens", "refresh_interval", "tokens_per_pass")
 _REPLAYS = ("text", "greedy", "sample")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -59,31 +59,31 @@ class LabSettings:
     """
 
     model: str
-    text: tuple[Path, ...]
+    text: Sequence[Path]
     output: Path
-    experiments: tuple[str, ...] = _option(str, tuple(VARIED), "what to vary", VARIED)
-    policies: tuple[str, ...] = _option(
+    experiments: Sequence[str] = _option(str, tuple(VARIED), "what to vary", VARIED)
+    policies: Sequence[str] = _option(
         str, tuple(p for p in POLICIES if p != Full.name), "policies to compare", POLICIES
     )
-    copies: tuple[str, ...] = _option(
+    copies: Sequence[str] = _option(
         str, (NO_COPY,), "weights of the sparse pass, by each policy", SCHEMES
     )
     context: int = _option(PositiveInt, 16384, "tokens of context, but for the depth experiment")
-    contexts: tuple[int, ...] = _option(
+    contexts: Sequence[int] = _option(
         PositiveInt, (2048, 4096, 8192, 16384), "tokens of context, in the depth experiment"
     )
-    budgets: tuple[int, ...] = _option(
+    budgets: Sequence[int] = _option(
         PositiveInt,
         (256, 512, 1024, 2048, 4096),
         "tokens that a policy reads, in the budget experiment",
     )
-    at_budgets: tuple[int, ...] = _option(
+    at_budgets: Sequence[int] = _option(
         PositiveInt, (4096,), "tokens that a policy reads, in the other experiments"
     )
     chunk_size: int = _option(
         PositiveInt, 32, "tokens per retrieval chunk, but for the chunk experiment"
     )
-    chunk_sizes: tuple[int, ...] = _option(
+    chunk_sizes: Sequence[int] = _option(
         PositiveInt,
         (8, 16, 32, 64, 128, 512),
         "tokens per retrieval chunk, in the chunk experiment",
@@ -91,7 +91,7 @@ class LabSettings:
     recent_tokens: int | None = _option(
         int, None, "newest tokens that are kept; by default about a quarter"
     )
-    recent_shares: tuple[float, ...] = _option(
+    recent_shares: Sequence[float] = _option(
         Share,
         (0.05, 0.125, 0.25, 0.5, 0.75),
         "shares of the budget for the newest, in the recent experiment",
@@ -99,7 +99,7 @@ class LabSettings:
     refresh_interval: int = _option(
         NonNegativeInt, 0, "full passes between two selections, but for that experiment"
     )
-    refresh_intervals: tuple[int, ...] = _option(
+    refresh_intervals: Sequence[int] = _option(
         NonNegativeInt,
         (0, 1, 2, 4, 8, 16, 32),
         "full passes between two selections, in the refresh experiment",
@@ -117,7 +117,13 @@ class LabSettings:
     trust_remote_code: bool = _option(bool, False, "run the model's own code")
 
     def __post_init__(self) -> None:
-        self._check_policies()
+        for name in self.policies:  # one of another package may be broken
+            try:
+                POLICIES[name]
+            except ValueError as error:
+                raise ValueError(
+                    f"policies: {name!r}: {error}; or name the others with --policies"
+                ) from error
         for path in self.text:
             if not path.is_file():
                 raise ValueError(f"text {str(path)!r} is not a file; give a text file to replay")
@@ -159,7 +165,7 @@ class LabSettings:
             }
             for value in values[experiment]:
                 point = {name: getattr(self, name) for name in _SIZES}
-                point |= {"budget": budget, VARIED[experiment]: value}
+                point |= {"budget": budget, VARIED[experiment][0]: value}
                 context = point.pop("context")
                 yield Sizes(**point), context
 
@@ -171,13 +177,3 @@ class LabSettings:
     def num_tokens(self) -> int:
         """Tokens of the longest context, its replay, and the token after it."""
         return self.longest_context + self.replay_tokens + 1
-
-    def _check_policies(self) -> None:
-        """Load the policies: one of another package may be broken."""
-        for name in self.policies:
-            try:
-                POLICIES[name]
-            except ValueError as error:
-                raise ValueError(
-                    f"policies: {name!r}: {error}; or name the others with --policies"
-                ) from error

@@ -11,7 +11,7 @@ import torch
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce_bench.lab.copies import NO_COPY, check_copies, make_copy
 from vllm_triforce_bench.lab.passes import Recording, Replay
-from vllm_triforce_bench.lab.policies.base import LabPolicy
+from vllm_triforce_bench.lab.policies import LabPolicy
 from vllm_triforce_bench.lab.settings import LabSettings
 from vllm_triforce_bench.lab.trace import AttentionOptions, Trace
 
