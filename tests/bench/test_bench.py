@@ -12,11 +12,18 @@ from rich.console import Console
 
 from vllm_triforce import cli
 from vllm_triforce_bench import colours
-from vllm_triforce_bench.bench import command, grid, methods, page, prompts, store
+from vllm_triforce_bench.bench import (
+    batch,
+    batch_report,
+    command,
+    grid,
+    methods,
+    prompts,
+    report,
+    store,
+)
 from vllm_triforce_bench.bench import settings as settings_module
-from vllm_triforce_bench.bench.batch import page as batch_page
-from vllm_triforce_bench.bench.batch import summary
-from vllm_triforce_bench.bench.batch.stream import Streamed
+from vllm_triforce_bench.bench.engines import Streamed, _check_budget
 from vllm_triforce_bench.bench.settings import EACH, METHOD_OPTIONS, Settings
 from vllm_triforce_bench.options import BadInput
 from vllm_triforce_bench.progress import Progress
@@ -71,15 +78,13 @@ def test_engines_that_are_alone_are_compared_with_stocks_first_group():
     assert grid.groups(variants, engines_at_once=1) == [[variant] for variant in variants]
     alone = [record(10, num_paired=1), record(30, method="triforce", group=2, num_paired=1)]
     alone += [record(7, method="ngram", group=1, num_paired=1, context=500)]  # stock is not there
-    rows = {row["method"]: row for row in summary.summarize(alone)}
+    rows = {row["method"]: row for row in batch_report.summarize(alone)}
     assert rows.keys() == {"stock", "triforce"} and rows["triforce"]["ratio"] == 3
 
 
 def test_prompts_are_read_once_for_all_temperatures():
-    from vllm_triforce_bench.bench.batch.measure import Measurement
-
     settings = asked(contexts=[300, 500], temperatures=[0.0, 0.6], repetitions=2)
-    sets = Measurement.sets(settings, 1)
+    sets = batch.sets(settings, 1)
     assert len(sets) == len(set(sets)) == 8
     assert [paired.temperature for paired in sets] == 4 * [0.0, 0.6]
     assert [paired.context for paired in sets] == 4 * [300] + 4 * [500]
@@ -106,8 +111,6 @@ def test_time_left_is_shared_out_by_tokens():
 
 
 def test_no_figure_stands_under_a_budget_that_was_not_used():
-    from vllm_triforce_bench.bench.batch.engines import _check_budget
-
     variant = methods.Variant("triforce", 256, {"method": "triforce"}, "TriForce")
     config = Thing(cache_config=Thing(block_size=128))
     config.additional_config = {"triforce": {"retrieval_budget": 256}}
@@ -221,7 +224,7 @@ def test_rows_against_figures_computed_by_hand():
     # Another group has its own stock to be compared with.
     records += [record(9, temperature=0.6), record(9, method="triforce", temperature=0.6)]
     records += [record(10, group=1), record(30, method="ngram", group=1)]
-    found = summary.summarize(records)
+    found = batch_report.summarize(records)
     assert [row["temperature"] for row in found] == [0, 0, 0, 0.6, 0.6]  # cells stay together
     rows = {row["method"]: row for row in found if not row["temperature"]}
     ours = rows["triforce"]
@@ -238,7 +241,9 @@ def test_rows_against_figures_computed_by_hand():
     assert ours["acceptance_by_position"] == [1.0, 0.5]
     assert ours["level1_acceptance_rate"] == 0.5 and ours["level2_acceptance_rate"] == 0.75
     assert ours["level2_acceptance_per_test"] == 6 / 8
-    assert ours["step_parts_ms"] == pytest.approx({"level 1": 20, "level 2": 60, summary.REST: 120})
+    assert ours["step_parts_ms"] == pytest.approx(
+        {"level 1": 20, "level 2": 60, batch_report.REST: 120}
+    )
     assert ours["memory_mib"] == 3 and rows["stock"]["mean_acceptance_length"] is None
 
 
@@ -251,7 +256,7 @@ def test_an_interval_by_resampling_repetitions():
     for repetition, (slow, fast) in enumerate(zip(stock, ours)):
         records.append(record(slow, repetition=repetition))
         records.append(record(fast, method="triforce", repetition=repetition))
-    _, row = summary.summarize(records)
+    _, row = batch_report.summarize(records)
     picked = draw.integers(12, size=(20000, 12))
     ratios = (1 / stock[picked]).sum(1) / (1 / ours[picked]).sum(1)
     low, high = numpy.percentile(ratios, [2.5, 97.5])
@@ -283,9 +288,7 @@ class Undecided:
     ],
 )
 def test_greedy_outputs_are_stocks_or_stock_is_undecided(found, dtype, margin, outcome):
-    from vllm_triforce_bench.bench.batch.identity import judge
-
-    verdict = judge(Undecided(margin), [[1, 2]], [[5, 7]], [found], dtype)
+    verdict = batch.judge(Undecided(margin), [[1, 2]], [[5, 7]], [found], dtype)
     assert verdict.outcome == outcome
 
 
@@ -361,16 +364,14 @@ def stands_alone(page: str, num_figures: int, *words: str) -> None:
 
 
 def test_the_page_stands_alone_and_has_the_numbers():
-    rows = summary.summarize([record(123.4), record(308.5, method="triforce")])
-    text = batch_page.make_page(results(rows)).render()
+    rows = batch_report.summarize([record(123.4), record(308.5, method="triforce")])
+    text = batch_report.make_page(results(rows)).render()
     stands_alone(text, 1, "123.4", "308.5", "2.50x", "TriForce", "a &lt;CPU&gt;", "100 50")
 
 
 def test_synthetic_acceptances_are_called_so_wherever_they_stand(tmp_path):
     """The page, its JSON and its CSV; outputs are not compared."""
     import csv
-
-    from vllm_triforce_bench.bench import report
 
     names = ["stock", "eagle3", "triforce", "triforce:lookup", "triforce:retrieval"]
     variants = methods.variants(names, [None], "TARGET", "DRAFT", {}, [0.75, 0.5])
@@ -381,10 +382,10 @@ def test_synthetic_acceptances_are_called_so_wherever_they_stand(tmp_path):
     assert eagle3.keys["synthetic_acceptance_rates"] == pytest.approx([0.75, 0.75**2, 0.75**3])
     assert [v.keys["synthetic_acceptance_rates"] for v in ours] == [[0.5]] * 3
     assert [v.keys.get("synthetic_level1_acceptance") for v in ours] == [0.75, 0.75, None]
-    rows = summary.summarize([record(1), record(2, method="triforce", label=ours[0].label)])
+    rows = batch_report.summarize([record(1), record(2, method="triforce", label=ours[0].label)])
     found = results(rows)
     found["settings"] = asdict(asked(synthetic_acceptances=[0.75, 0.5]))
-    report.write_reports(tmp_path, found, batch_page.make_page(found))
+    report.write_reports(tmp_path, found, batch_report.make_page(found))
     text = (tmp_path / "report.html").read_text()
     assert "Decode speed at synthetic acceptances against stock vLLM" in text
     assert "accepted with probability 0.75" in text and "not compared" in text
@@ -416,8 +417,10 @@ def test_a_table_that_is_piped_wraps_no_cell(monkeypatch, capsys):
 
     monkeypatch.delenv("COLUMNS", raising=False)
     slow = {"time_to_first_token_s": [98765.4], "inter_token_latency_s": [12345.6789] * 3}
-    rows = summary.summarize([record(9123.4, **slow), record(9308.5, method="triforce", **slow)])
-    table = page.terminal_table(rows, batch_page.line, batch_page.TERMINAL_COLUMNS)
+    rows = batch_report.summarize(
+        [record(9123.4, **slow), record(9308.5, method="triforce", **slow)]
+    )
+    table = report.terminal_table(rows, batch_report.line, batch_report.TERMINAL_COLUMNS)
     stdout_console().print(table)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip("─ ")]
     assert len(lines) == 1 + 1 + len(rows)  # The header, the cell's name and a line for each row.

@@ -159,11 +159,11 @@ def test_a_run_measures_every_method_and_says_that_outputs_are_identical(measure
 
 @pytest.mark.engine
 def test_what_is_measured_is_not_measured_again_and_a_difference_fails(measured, monkeypatch):
-    from vllm_triforce_bench.bench.batch import measure
+    from vllm_triforce_bench.bench import batch
 
     folder, given, _ = measured
     asked = []
-    monkeypatch.setattr(measure.Measurement, "_run", lambda self, sets: asked.extend(sets))
+    monkeypatch.setattr(batch.Measurement, "_run", lambda self, sets: asked.extend(sets))
     assert cli.main(given) == 0 and not asked
     path = folder / store.MEASUREMENTS
     path.write_text(path.read_text().replace('"identical"', '"different"', 1))

@@ -17,12 +17,11 @@ from rich.console import Console
 from tests.bench.test_bench import asked, results, stands_alone
 from tests.models import PROMPTS, ROOT
 from vllm_triforce import cli
-from vllm_triforce_bench.bench import methods, store
+from vllm_triforce_bench.bench import methods, serve, serve_report, server, store
 from vllm_triforce_bench.bench.grid import PairedSet, groups, whole_sets
 from vllm_triforce_bench.bench.methods import CONTROL_VARIANT, Variant
 from vllm_triforce_bench.bench.model_facts import ModelFacts
 from vllm_triforce_bench.bench.prompts import Stretches
-from vllm_triforce_bench.bench.serve import load, measure, page, server, summary
 from vllm_triforce_bench.progress import Progress
 
 STOCK, OURS = methods.variants(["stock", "triforce"], [1024], "T", None, {})
@@ -66,7 +65,7 @@ def test_a_mistake_is_said_before_any_server_starts(
     def started(*args, **kwargs):
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr(measure, "running", started)
+    monkeypatch.setattr(serve, "running", started)
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments(pair, "--output", str(tmp_path / "out"), *mistake))
     assert ended.value.code == 2
@@ -92,7 +91,7 @@ def test_a_method_and_the_control_take_turns_and_are_exchanged_halfway():
         ["stock", "control"],
     ]
     settings = traffic(repetitions=5, batch_sizes=[1, 4], temperatures=[0.0, 1.0])
-    sets = measure.Measurement.sets(settings, 2)
+    sets = serve.sets(settings, 2)
     order = list(dict.fromkeys((paired.group, paired.repetition) for paired in sets))
     halves = {0: range(3), 1: range(3)}, {1: range(3, 5), 0: range(3, 5)}
     assert order == [(group, i) for half in halves for group in half for i in half[group]]
@@ -109,19 +108,19 @@ def test_servers_start_in_both_orders_and_turns_alternate(monkeypatch, tmp_path)
         started.append(variant.method)
         yield Thing(variant=variant, engine_counts=lambda: {"steps": 7})
 
-    def run(server, others, paired, prompts, settings, log):
+    def load(server, others, paired, prompts, settings, log):
         loads.append((server.variant.method, paired.repetition, prompts))
         return {}
 
-    monkeypatch.setattr(measure, "running", running)
-    monkeypatch.setattr(measure.load, "run", run)
-    monkeypatch.setattr(measure, "_REST_S", 0)
+    monkeypatch.setattr(serve, "running", running)
+    monkeypatch.setattr(serve, "load", load)
+    monkeypatch.setattr(serve, "_REST_S", 0)
     settings, kept = traffic(contexts=[8]), store.Store(tmp_path, {})
     source = Stretches(list(range(100)), settings.num_prompts, 8, None)
     parts = (settings, groups([STOCK, OURS, CONTROL_VARIANT], 2), kept, source)
     with Progress(Console(file=io.StringIO())) as progress:
-        loop = measure.Measurement(*parts, ModelFacts(None, 1, 1), None, progress)
-        loop.run(loop.sets(settings, 2), 0)
+        loop = serve.Measurement(*parts, ModelFacts(None, 1, 1), None, progress)
+        loop.run(serve.sets(settings, 2), 0)
     halves = "stock triforce stock control", "control stock triforce stock"
     assert started == " ".join(halves).split()
     measured = [each for each in loads if each[1] >= 0]  # not those that warm up
@@ -133,7 +132,7 @@ def test_servers_start_in_both_orders_and_turns_alternate(monkeypatch, tmp_path)
 
 def test_no_request_meets_its_prompt_in_the_prefix_cache():
     settings = traffic(contexts=[8, 16], batch_sizes=[1, 2], temperatures=[0.0, 1.0])
-    numbers = list(measure.prompt_numbers(settings).values())
+    numbers = list(serve.prompt_numbers(settings).values())
     assert numbers[0].start == 0 and numbers[-1].stop == settings.num_prompts
     assert all(one.stop == other.start for one, other in pairwise(numbers))
     assert [len(each) for each in numbers] == 8 * [1] + 16 * [3]
@@ -177,11 +176,11 @@ def test_vllms_own_client_understands_the_arguments(monkeypatch):
 
     paired = PairedSet("float32", 8, 2, 0.6, 0, 0)
     settings = traffic(request_rate=200.0)
-    found = load.client_arguments("http://127.0.0.1:9", paired, [[1, 2], [3, 4, 5]], settings)
+    found = serve.client_arguments("http://127.0.0.1:9", paired, [[1, 2], [3, 4, 5]], settings)
     assert found["extra_body"] == {"temperature": 0.6, "top_p": 0.9}
     result = asyncio.run(benchmark(**found))
     assert (result["completed"], result["failed"]) == (0, 2)
-    greedy = load.client_arguments("", paired._replace(temperature=0.0), [], traffic())
+    greedy = serve.client_arguments("", paired._replace(temperature=0.0), [], traffic())
     assert greedy["request_rate"] == float("inf") and "top_p" not in greedy["extra_body"]
 
 
@@ -210,12 +209,12 @@ def test_rows_against_figures_computed_by_hand():
     records = run_of([(100, 150), (200, 500), (50, 50)])  # ratios 1.5, 2.5, 1
     records += run_of([(100, 102), (100, 90), (100, 98)], CONTROL_VARIANT, group=1)
     records += run_of([(100, 95)], batch_size=4)
-    ours, control, uncontrolled = summary.summarize(records)
+    ours, control, uncontrolled = serve_report.summarize(records)
     assert (ours["throughput_ratio"], ours["throughput_ratio_max"]) == (1.5, 2.5)
     assert ours["throughput_stock"] == 100 and ours["throughput"] == 150
     assert ours["tpot_ratio"] == pytest.approx(1 / 1.5) and ours["ttft_ratio"] == 1
     assert ours["mean_acceptance_length"] == 2.5 and control["mean_acceptance_length"] is None
-    assert page.line(ours)["steps"].text == "11 / 11"
+    assert serve_report.line(ours)["steps"].text == "11 / 11"
     verdicts = [row["verdict"] for row in (ours, control, uncontrolled)]
     assert verdicts == ["faster", "even", "slower"]
 
@@ -223,13 +222,13 @@ def test_rows_against_figures_computed_by_hand():
 def test_slower_than_the_control_is_slower():
     control = run_of([(100, 96), (100, 103)], CONTROL_VARIANT, group=1)
     within, beyond = run_of([(100, 97)]), run_of([(100, 95)])
-    assert summary.summarize(within + control)[0]["verdict"] == "even"
-    assert summary.summarize(beyond + control)[0]["verdict"] == "slower"
+    assert serve_report.summarize(within + control)[0]["verdict"] == "even"
+    assert serve_report.summarize(beyond + control)[0]["verdict"] == "slower"
 
 
 def test_the_page_stands_alone_and_has_the_numbers():
     records = run_of([(123.4, 308.5)]) + run_of([(100, 101)], CONTROL_VARIANT, group=1)
-    text = page.make_page(results(summary.summarize(records))).render()
+    text = serve_report.make_page(results(serve_report.summarize(records))).render()
     stands_alone(text, 4, "123.4", "308.5", "2.50x", "a &lt;CPU&gt;", "1.01-1.01x")
 
 

@@ -5,7 +5,6 @@ import importlib
 import os
 import signal
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -66,9 +65,10 @@ def _compare(
     folder: Path,
     argv: list[str],
 ) -> int:
-    from vllm_triforce_bench.bench import grid, model_facts, prompts, report
+    from vllm_triforce_bench.bench import grid, model_facts, prompts
     from vllm_triforce_bench.bench.store import Store
     from vllm_triforce_bench.console import stdout_console
+    from vllm_triforce_bench.progress import Progress
 
     console = stdout_console()
     target, draft = model_facts.read_all(settings)
@@ -87,34 +87,34 @@ def _compare(
         console.print(f"[yellow]left out: {name} ({reason})")
     if settings.synthetic_acceptances is not None:
         variants = methods.with_synthetic_test(variants, left_out)
+    # Behind the checks, because it loads torch, vLLM and matplotlib.
+    from vllm_triforce_bench.bench import report
+
     keys = [variant.keys for variant in variants]
     arguments = asdict(settings) | {"variants": keys} | report.machine()
     del arguments["longest_prompt"]  # which follows from the others
     store = Store(folder, arguments)
 
-    part = "serve" if settings.serve else "batch"
-    measuring, summary, view = (
-        importlib.import_module(f"vllm_triforce_bench.bench.{part}.{name}")
-        for name in ("measure", "summary", "page")
+    name = "serve" if settings.serve else "batch"
+    benchmark, view = (
+        importlib.import_module(f"vllm_triforce_bench.bench.{module}")
+        for module in (name, f"{name}_report")
     )
-    measurement = measuring.Measurement
     at_once = store.settle(
-        "engines_at_once", lambda: measurement.fit_at_once(settings, target, draft)
+        "engines_at_once", lambda: benchmark.fit_at_once(settings, target, draft)
     )
     groups = grid.groups(variants, at_once)
-    sets = measurement.sets(settings, len(groups))
+    sets = benchmark.sets(settings, len(groups))
     done = set(map(grid.set_of, grid.whole_sets(store.records)))
     todo = [paired for paired in sets if paired not in done]
     num_done = len(sets) - len(todo)
     if num_done:
         console.print(f"{num_done} of {len(sets)} sets are in {folder} already")
 
-    def measure(progress) -> None:
-        parts = (settings, groups, store, source, target, draft, progress)
-        measurement(*parts).run(todo, num_done)
-
-    code = _measure(console, folder, measure)
-    if not (rows := summary.summarize(store.records)):
+    progress = Progress(console)
+    measurement = benchmark.Measurement(settings, groups, store, source, target, draft, progress)
+    code = _measure(console, folder, measurement, todo, num_done)
+    if not (rows := view.summarize(store.records)):
         return code
     results = {"environment": report.environment(argv), "settings": asdict(settings)}
     results |= {"left_out": left_out, "rows": rows}
@@ -126,33 +126,28 @@ def _report(console, folder: Path, results: dict, view) -> int:
     """Write and print the results; return ``DIFFERENT`` if outputs are.
 
     Args:
-        view: module of the page.
+        view: module of the rows and the page.
     """
-    from vllm_triforce_bench.bench import page, report
+    from vllm_triforce_bench.bench import report
 
     shown = view.make_page(results)
     report.write_reports(folder, results, shown)
-    console.print(page.terminal_table(results["rows"], view.line, view.TERMINAL_COLUMNS))
+    console.print(report.terminal_table(results["rows"], view.line, view.TERMINAL_COLUMNS))
     console.print(f"the page: {folder / 'report.html'}", highlight=False)
     for text in shown.alarms:
         console.print(f"[bold red]{text}")
     return DIFFERENT if shown.alarms else 0
 
 
-def _measure(console, folder: Path, measure: Callable) -> int:
-    """Measure with a progress bar; returns the exit code.
-
-    Args:
-        measure: measures the missing sets; takes the progress.
-    """
-    from vllm_triforce_bench.bench.serve.server import ServerFailed
-    from vllm_triforce_bench.progress import Progress
+def _measure(console, folder: Path, measurement, todo: list, num_done: int) -> int:
+    """Measure the sets that are missing, with a progress bar; returns the exit code."""
+    from vllm_triforce_bench.bench.server import ServerFailed
 
     # Ended like interrupted: servers stop, and the report is written.
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with Progress(console) as progress:
-            measure(progress)
+        with measurement.progress:
+            measurement.run(todo, num_done)
     except KeyboardInterrupt:
         console.print(f"stopped; the same command goes on from what is in {folder}")
         return INTERRUPTED
@@ -163,7 +158,3 @@ def _measure(console, folder: Path, measure: Callable) -> int:
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0
-
-
-def _interrupt(number, frame) -> None:
-    raise KeyboardInterrupt

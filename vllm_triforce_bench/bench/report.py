@@ -1,26 +1,168 @@
-"""Files of a report, and facts of the machine."""
+"""Page, terminal table and files of both benchmarks, and facts of the machine."""
 
 import csv
 import datetime
+import itertools
 import json
 import os
 import platform
 import shlex
 import shutil
 import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import vllm
+from rich import box
+from rich.table import Table as TerminalTable
+from vllm.platforms import current_platform
 
 import vllm_triforce
-from vllm_triforce_bench.page import Page
+from vllm_triforce_bench.bench import figures
+from vllm_triforce_bench.bench.grid import batch_text
+from vllm_triforce_bench.bench.settings import METHOD_OPTIONS
+from vllm_triforce_bench.colours import shade
+from vllm_triforce_bench.page import Article, Cell, Page, Table, grouped, short_name
+
+Line = Callable[[dict], dict[str, Cell]]
+"""Makes the cells of a row, by the title of their column."""
+_SYNTHETIC_NOTE = (
+    "Acceptances are synthetic: tokens of level 1, and drafts of vLLM's methods, are accepted with "
+    "probability {:g}, tokens of level 2 with {:g}, whatever the models say. Outputs are no "
+    "model's, and were not compared."
+)
+_TERMINAL_STYLES = {"identical": "green", "tie": "yellow", "different": "bold red"}
+
+
+def make_page(
+    results: dict,
+    *,
+    title: str,
+    figures_of: Mapping[str, tuple[str, str]],
+    line: Line,
+    reading: str,
+    **more: Any,
+) -> Page:
+    """Make the page from the content of results.json.
+
+    Args:
+        title: measured quantity.
+        figures_of: titles and notes of the figures of a section, by column of the ratio.
+        line: makes the cells of a row.
+        reading: note of the table of all cells.
+        more: further fields of the page.
+    """
+    rows, settings, run = results["rows"], results["settings"], dict(results["environment"])
+    sections = {}
+    for dtype, temperature in dict.fromkeys((row["dtype"], row["temperature"]) for row in rows):
+        here = [row for row in rows if (row["dtype"], row["temperature"]) == (dtype, temperature)]
+        sampled = f"T={temperature:g}, top-p {settings['top_p']:g}"
+        name = f"{dtype}, {'greedy' if not temperature else sampled}"
+        sections[name] = [
+            Article(text, note, figures.ratios(here, column, f"{column}-{dtype}-{temperature:g}"))
+            for column, (text, note) in figures_of.items()
+        ]
+    notes = [f"Left out: {name}. {reason}." for name, reason in results["left_out"].items()]
+    if (rates := settings["synthetic_acceptances"]) is not None:
+        title += " at synthetic acceptances"
+        notes.insert(0, _SYNTHETIC_NOTE.format(*rates))
+    draft = settings["draft"]
+    facts = [
+        f"target {short_name(settings['target'])}",
+        f"draft {short_name(draft)}" if draft else "no draft: prompt lookup",
+        f"{run['device']}, {run['cores']} cores",
+        f"vLLM {run['vLLM']}",
+        run["date"],
+    ]
+    command = run.pop("command")
+    run |= {
+        "tokens generated": settings["tokens"],
+        "repetitions": f"{settings['repetitions']}, each of other prompts",
+        "seed": settings["seed"],
+        "prompts": settings["prompts"] or f"vLLM's dataset {settings['dataset_name']}",
+        "engine arguments": settings["engine_keys"] or "vLLM's defaults",
+        "method keys": {name: settings[name] for name in METHOD_OPTIONS if settings[name]}
+        or "the benchmark's defaults",
+    }
+    return Page(
+        title=f"{title}: {short_name(settings['target'])}",
+        heading=f"{title} against stock vLLM",
+        facts=facts,
+        sections=sections,
+        cells=Article("All cells", reading, table=cells_table(rows, line)),
+        notes=notes,
+        run=run,
+        command=command,
+        **more,
+    )
+
+
+def cell_name(row: dict) -> str:
+    batch = batch_text(row["batch_size"], row["context"])
+    return f"{batch}, T={row['temperature']:g}, {row['dtype']}"
+
+
+def ratio_cards(
+    rows: Sequence[dict], column: str, median_of: str, is_slow: Callable[[dict], bool]
+) -> list[tuple[str, str, str]]:
+    """Make the cards of the median ratio, the best and the worst."""
+    median = float(numpy.median([row[column] for row in rows]))
+    best, worst = (choose(rows, key=lambda row: row[column]) for choose in (max, min))
+    return [
+        (f"{median:.2f}x", f"median of {median_of}", "plain"),
+        (f"{best[column]:.2f}x", f"fastest: {cell_name(best)}", "good"),
+        (
+            f"{worst[column]:.2f}x",
+            f"slowest: {cell_name(worst)}",
+            "bad" if is_slow(worst) else "plain",
+        ),
+    ]
+
+
+def ratio_cell(row: dict, column: str, more_is_better: bool = True) -> Cell:
+    """Make the cell of a ratio and its spread."""
+    ratio, low, high = (row[f"{column}{end}"] for end in ("", "_min", "_max"))
+    colour = shade(ratio if more_is_better else 1 / ratio)
+    return Cell(f"{ratio:.2f}x", f"{low:.2f} to {high:.2f}", colour=colour)
+
+
+def number_cell(value: float | None, form: str) -> Cell:
+    """Make the cell of a figure; empty without one."""
+    return Cell("" if value is None else format(value, form))
+
+
+def cells_table(rows: Sequence[dict], line: Line) -> Table:
+    """Make the table of all rows, each below the name of its cell."""
+    # Headers of numbers stand right; the other kinds are of one cell alone.
+    columns = [Cell(name, kind="n" * (c.kind == "n")) for name, c in line(rows[0]).items()]
+    return Table(columns, grouped(rows, cell_name, lambda row: list(line(row).values())))
+
+
+def terminal_table(rows: Sequence[dict], line: Line, columns: Sequence[str]) -> TerminalTable:
+    """Make the table of some columns for a terminal."""
+    table, first = TerminalTable(box=box.SIMPLE, pad_edge=False), line(rows[0])
+    for name in columns:
+        table.add_column(name, justify="right" if first[name].kind == "n" else "left")
+    for cell, here in itertools.groupby(rows, cell_name):
+        table.add_section()
+        table.add_row(f"[bold]{cell}")
+        for row in here:
+            table.add_row(*(_terminal_text(line(row)[name]) for name in columns))
+    return table
+
+
+def _terminal_text(cell: Cell) -> str:
+    text = f"{cell.text} ({cell.small})" if cell.small else cell.text
+    style = _TERMINAL_STYLES.get(cell.kind)
+    return f"[{style}]{text}[/]" if style else text
 
 
 def machine() -> dict[str, str]:
     """Facts that measurements must share to be compared."""
-    import torch
-    import vllm
-    from vllm.platforms import current_platform
-
     return {
         "vllm-triforce": vllm_triforce.__version__,
         "commit": _commit(),
@@ -36,8 +178,6 @@ def environment(argv: list[str]) -> dict[str, str]:
     Args:
         argv: arguments of ``vllm-triforce``.
     """
-    import torch
-
     preloaded = os.environ.get("LD_PRELOAD", "").split(":")
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),

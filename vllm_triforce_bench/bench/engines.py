@@ -1,15 +1,18 @@
-"""Engines of one process, alive side by side, so that methods can be interleaved."""
+"""Engines of one process, alive side by side, and a batch through one of them, timed."""
 
 import gc
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import zip_longest
+import itertools
+import random
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import psutil
 import torch
 from vllm.entrypoints.llm import LLM
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_triforce.config.keys import METHOD
@@ -17,15 +20,9 @@ from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
 from vllm_triforce_bench.bench.methods import Variant
-from vllm_triforce_bench.bench.model_facts import ModelFacts, engine_arguments, kv_cache_bytes
+from vllm_triforce_bench.bench.model_facts import ModelFacts, engine_arguments
 from vllm_triforce_bench.bench.settings import Settings
 from vllm_triforce_bench.options import BadInput
-
-# Memory of an engine beside weights and KV cache: buffers and compiled code (0.3 to 0.5 GiB for the
-# embedded pair on the CPU), and activations of a larger model.
-OVERHEAD_BYTES = 1 << 30
-# Share of the free memory that engines may take.
-SHARE_OF_FREE_MEMORY = 0.7
 
 
 class SpeculationRecorder(StatLoggerBase):
@@ -48,7 +45,9 @@ class SpeculationRecorder(StatLoggerBase):
         by_position = (each.num_accepted_tokens_per_pos for each in self.stats)
         return {
             **{name: sum(getattr(each, name) for each in self.stats) for name in names},
-            "num_accepted_tokens_per_pos": list(map(sum, zip_longest(*by_position, fillvalue=0))),
+            "num_accepted_tokens_per_pos": list(
+                map(sum, itertools.zip_longest(*by_position, fillvalue=0))
+            ),
         }
 
     def log_engine_initialized(self) -> None:
@@ -71,15 +70,6 @@ class Engine:
 
     def levels(self) -> LevelCounters | None:
         return counters_of(self.llm) if self.variant.is_triforce else None
-
-    @contextmanager
-    def waiting_for_the_device(self):
-        """Let each part of a proposal wait for the device: times of launches become its own."""
-        self.llm.collective_rpc("triforce_synchronize_times", args=(True,))
-        try:
-            yield
-        finally:
-            self.llm.collective_rpc("triforce_synchronize_times", args=(False,))
 
 
 def start(
@@ -130,33 +120,95 @@ def end(engines: list[Engine]) -> None:
         torch.cuda.empty_cache()
 
 
-def fit_at_once(settings: Settings, target: ModelFacts, draft: ModelFacts | None) -> int:
-    """Number of engines that fit into the free memory, at least 2."""
-    if settings.engines_at_once is not None:
-        return settings.engines_at_once
-    models = [target] if draft is None else [target, draft]
-    weights = 2 * sum(model.weights_bytes for model in models)
-    kv_cache = max(kv_cache_bytes(settings, dtype, *models) for dtype in settings.dtypes)
-    free = psutil.virtual_memory().available
-    if not current_platform.is_cpu():
-        free = torch.cuda.mem_get_info()[0]
-    return max(2, int(SHARE_OF_FREE_MEMORY * free / (weights + kv_cache + OVERHEAD_BYTES)))
-
-
 def _memory_bytes() -> int:
     if current_platform.is_cpu():
         return psutil.Process().memory_info().rss
     return torch.cuda.memory_allocated()
 
 
-class DevicePeak:
-    """Growth of a GPU's allocated memory in a run; 0 on the CPU."""
+@dataclass
+class Streamed:
+    """Outputs by request; times are seconds since the batch was added.
 
-    def __init__(self) -> None:
-        self._has_gpu = torch.cuda.is_available()
-        if self._has_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
+    Args:
+        arrivals: for each request, time and number of tokens of outputs with tokens.
+        num_cached_tokens: prompt tokens in the prefix cache.
+    """
 
-    def growth_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated() - self._before if self._has_gpu else 0
+    token_ids: list[list[int]]
+    arrivals: list[list[tuple[float, int]]]
+    num_cached_tokens: list[int] = field(default_factory=list)
+    num_steps: int = 0
+    seconds: float = 0.0
+
+    @property
+    def time_to_first_token_s(self) -> list[float]:
+        return [arrivals[0][0] for arrivals in self.arrivals]
+
+    @property
+    def inter_token_latency_s(self) -> list[float]:
+        """Times between two outputs of a request, as ``vllm bench serve`` counts."""
+        return [
+            later[0] - earlier[0]
+            for arrivals in self.arrivals
+            for earlier, later in itertools.pairwise(arrivals)
+        ]
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens of the batch after the first, over the time from the first to the last.
+
+        Raises:
+            ValueError: all tokens arrived at once.
+        """
+        flat = [arrival for arrivals in self.arrivals for arrival in arrivals]
+        first, last = min(flat)[0], max(flat)[0]
+        if last <= first:
+            raise ValueError("all tokens arrived in one step; ask for more --tokens")
+        return sum(count for when, count in flat if when > first) / (last - first)
+
+
+def stream(
+    llm,
+    prompts: list[list[int]],
+    num_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> Streamed:
+    """Decode a batch past any end-of-sequence token.
+
+    Args:
+        seed: seed of the process's generators. Requests have no seeds: they would take another
+            way through vLLM's sampler.
+    """
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_p=top_p if temperature else 1.0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+        detokenize=False,
+    )
+    engine = llm.llm_engine
+    names = [f"bench-{time.monotonic_ns()}-{i}" for i in range(len(prompts))]
+    index = {name: i for i, name in enumerate(names)}
+    streamed = Streamed([[] for _ in prompts], [[] for _ in prompts], [0] * len(prompts))
+    begin = time.perf_counter()
+    for name, prompt in zip(names, prompts):
+        engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter() - begin
+        streamed.num_steps += 1
+        for output in outputs:
+            i, token_ids = index[output.request_id], output.outputs[0].token_ids
+            if token_ids:
+                streamed.token_ids[i] += token_ids
+                streamed.arrivals[i].append((now, len(token_ids)))
+            streamed.num_cached_tokens[i] = output.num_cached_tokens or 0
+    streamed.seconds = now
+    return streamed

@@ -1,49 +1,74 @@
-"""The loop over sets: the engines of a group live together, and take turns."""
+"""Fixed batches: engines take turns, and their greedy outputs are compared with stock vLLM's."""
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
+import psutil
+import torch
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
-from vllm_triforce_bench.bench.batch import engines, identity
-from vllm_triforce_bench.bench.batch.engines import Engine
-from vllm_triforce_bench.bench.batch.stream import Streamed, stream
+from vllm_triforce_bench.bench import engines
+from vllm_triforce_bench.bench.engines import Engine, Streamed, stream
 from vllm_triforce_bench.bench.grid import PairedSet, rotated
 from vllm_triforce_bench.bench.measurement import BaseMeasurement
 from vllm_triforce_bench.bench.methods import Variant
+from vllm_triforce_bench.bench.model_facts import ModelFacts, kv_cache_bytes
 from vllm_triforce_bench.bench.settings import Settings
 
+# Memory of an engine beside weights and KV cache: buffers and compiled code (0.3 to 0.5 GiB for the
+# embedded pair on the CPU), and activations of a larger model.
+OVERHEAD_BYTES = 1 << 30
+# Share of the free memory that engines may take.
+SHARE_OF_FREE_MEMORY = 0.7
 # Tokens of untimed decodes: enough for a few proposals, so that everything is compiled.
 WARM_UP_TOKENS = 16
+# Distance of stock's two best log-probabilities within which rounding may choose. Attention in
+# float32 over thousands of tokens rounds to about 1e-5; two steps of a bfloat16 logit between 8 and
+# 16 are 0.125.
+TIE = {"float32": 2e-4, "bfloat16": 0.15, "float16": 0.02}
+
+IDENTICAL, A_TIE, DIFFERENT = "identical", "tie", "different"
 
 
+def fit_at_once(settings: Settings, target: ModelFacts, draft: ModelFacts | None) -> int:
+    """Number of engines that fit into the free memory, at least 2."""
+    if settings.engines_at_once is not None:
+        return settings.engines_at_once
+    models = [target] if draft is None else [target, draft]
+    weights = 2 * sum(model.weights_bytes for model in models)
+    kv_cache = max(kv_cache_bytes(settings, dtype, *models) for dtype in settings.dtypes)
+    free = psutil.virtual_memory().available
+    if not current_platform.is_cpu():
+        free = torch.cuda.mem_get_info()[0]
+    return max(2, int(SHARE_OF_FREE_MEMORY * free / (weights + kv_cache + OVERHEAD_BYTES)))
+
+
+def sets(settings: Settings, num_groups: int) -> list[PairedSet]:
+    """List the sets in the order of measurement: engines change least often, prompts next."""
+    return [
+        PairedSet(dtype, context, batch_size, temperature, group, repetition)
+        for dtype, group, context, batch_size, repetition, temperature in itertools.product(
+            settings.dtypes,
+            range(num_groups),
+            settings.contexts,
+            settings.batch_sizes,
+            range(settings.repetitions),
+            settings.temperatures,
+        )
+    ]
+
+
+@dataclass
 class Measurement(BaseMeasurement):
     """Measures engines of this process."""
 
-    fit_at_once = staticmethod(engines.fit_at_once)
-
-    def __init__(self, *parts) -> None:
-        super().__init__(*parts)
+    def __post_init__(self) -> None:
         self._engines: list[Engine] = []
         self._warm: set[tuple] = set()
-
-    @staticmethod
-    def sets(settings: Settings, num_groups: int) -> list[PairedSet]:
-        """List the sets in the order of measurement: engines change least often, prompts next."""
-        return [
-            PairedSet(dtype, context, batch_size, temperature, group, repetition)
-            for dtype, group, context, batch_size, repetition, temperature in itertools.product(
-                settings.dtypes,
-                range(num_groups),
-                settings.contexts,
-                settings.batch_sizes,
-                range(settings.repetitions),
-                settings.temperatures,
-            )
-        ]
 
     def _run(self, sets: Sequence[PairedSet]) -> None:
         engines_of = None
@@ -53,8 +78,8 @@ class Measurement(BaseMeasurement):
                 engines_of = (first.dtype, first.group)
                 self._start_engines(*engines_of)
             # A smaller batch has the first prompts of a larger one.
-            number = first.repetition * max(self._settings.batch_sizes)
-            texts = self._prompts.take(first.context, number, first.batch_size)
+            number = first.repetition * max(self.settings.batch_sizes)
+            texts = self.prompts.take(first.context, number, first.batch_size)
             cold = self._read_cold(texts, first.repetition)
             for paired in run:
                 self._finish(paired, self._measure(paired, texts, cold))
@@ -64,17 +89,17 @@ class Measurement(BaseMeasurement):
         # Before the next engines: two groups would not fit.
         engines.end(self._engines)
         self._warm.clear()
-        for variant in self._groups[group]:
-            self._progress.say(f"starting {variant.label}, {dtype}")
+        for variant in self.groups[group]:
+            self.progress.say(f"starting {variant.label}, {dtype}")
             self._engines.append(
-                engines.start(self._settings, dtype, variant, self._target, self._draft)
+                engines.start(self.settings, dtype, variant, self.target, self.draft)
             )
             # vLLM registers its kernel again with every engine.
             fix_expand_kernel()
-        longest = [self._prompts.longest_of(max(self._settings.contexts))]
+        longest = [self.prompts.longest_of(max(self.settings.contexts))]
         for engine in self._engines:
-            self._progress.say(f"warming up {engine.variant.label}, {dtype}")
-            for temperature in sorted({0.0, max(self._settings.temperatures)}):
+            self.progress.say(f"warming up {engine.variant.label}, {dtype}")
+            for temperature in sorted({0.0, max(self.settings.temperatures)}):
                 self._warm_up(engine, longest, temperature)
 
     def _read_cold(self, texts: list[list[int]], turn: int) -> dict[Variant, Streamed]:
@@ -82,7 +107,7 @@ class Measurement(BaseMeasurement):
         num_tokens = sum(map(len, texts))
         cold = {}
         for engine in rotated(self._engines, turn):
-            self._progress.say(f"{engine.variant.label} reads {num_tokens} tokens")
+            self.progress.say(f"{engine.variant.label} reads {num_tokens} tokens")
             if not engine.llm.reset_prefix_cache():
                 raise RuntimeError(f"{engine.variant.label}: the prefix cache could not be emptied")
             cold[engine.variant] = self._warm_up(engine, texts, 0.0)
@@ -90,7 +115,7 @@ class Measurement(BaseMeasurement):
 
     def _warm_up(self, engine: Engine, texts: list[list[int]], temperature: float) -> Streamed:
         """Decode a few tokens."""
-        settings = self._settings
+        settings = self.settings
         return stream(engine.llm, texts, WARM_UP_TOKENS, temperature, settings.top_p, settings.seed)
 
     def _measure(
@@ -106,23 +131,25 @@ class Measurement(BaseMeasurement):
         records: dict[Variant, dict] = {}
         tokens: dict[Variant, list[list[int]]] = {}
         for place, engine in enumerate(order):
-            self._say(engine.variant, paired)
-            record, streamed = self._measure_one(engine, paired, texts, cold[engine.variant])
-            place_of = self._record(engine.variant, paired, place, len(order))
-            records[engine.variant] = place_of | record
+            record = self._begin(engine.variant, paired, place, len(order))
+            figures, streamed = self._measure_one(engine, paired, texts, cold[engine.variant])
+            records[engine.variant] = record | figures
             tokens[engine.variant] = streamed.token_ids
-        if not paired.temperature and self._settings.synthetic_acceptances is None:
+        if not paired.temperature and self.settings.synthetic_acceptances is None:
             stock, *others = self._engines
             for variant in (engine.variant for engine in others):
                 expected, actual = tokens[stock.variant], tokens[variant]
-                verdict = identity.judge(stock.llm, texts, expected, actual, paired.dtype)
+                verdict = judge(stock.llm, texts, expected, actual, paired.dtype)
                 records[variant]["greedy"] = asdict(verdict)
         return [records[engine.variant] for engine in self._engines]
 
     def _measure_one(
         self, engine: Engine, paired: PairedSet, texts: list[list[int]], cold: Streamed
     ) -> tuple[dict, Streamed]:
-        device = engines.DevicePeak()
+        # Without a GPU, both figures of its memory are 0.
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
         engine.recorder.stats.clear()
         streamed, levels = self._decode(engine, paired, texts)
         record = {
@@ -136,9 +163,9 @@ class Measurement(BaseMeasurement):
             "speculation": engine.recorder.sums(),
             "levels": None if levels is None else asdict(levels),
             "greedy": None,
-            "memory_bytes": engine.memory_bytes + device.growth_bytes(),
+            "memory_bytes": engine.memory_bytes + torch.cuda.max_memory_allocated() - allocated,
         }
-        if self._settings.pass_times and levels is not None:
+        if self.settings.pass_times and levels is not None:
             record["parts"] = self._measure_parts(engine, paired, texts, streamed, levels)
         return record, streamed
 
@@ -152,8 +179,13 @@ class Measurement(BaseMeasurement):
     ) -> dict:
         """Return a decode's times by part of a proposal; on a GPU those of one more decode."""
         if not current_platform.is_cpu():
-            with engine.waiting_for_the_device():
+            # Each part waits for the device: times of launches become its own.
+            rpc, name = engine.llm.collective_rpc, "triforce_synchronize_times"
+            rpc(name, args=(True,))
+            try:
                 streamed, waited = self._decode(engine, paired, texts)
+            finally:
+                rpc(name, args=(False,))
             assert waited is not None
             levels = waited
         return {
@@ -167,7 +199,7 @@ class Measurement(BaseMeasurement):
         self, engine: Engine, paired: PairedSet, texts: list[list[int]]
     ) -> tuple[Streamed, LevelCounters | None]:
         """Decode a set's prompts; return the decode, and the increments of TriForce's counters."""
-        settings, before = self._settings, engine.levels()
+        settings, before = self.settings, engine.levels()
         streamed = stream(
             engine.llm,
             texts,
@@ -190,3 +222,51 @@ def _check_cached(streamed: Streamed, texts: list[list[int]]) -> None:
                 f"only {num_cached} of a prompt's {len(prompt)} tokens were in the prefix cache; "
                 "give more --kv-cache-gib, or leave prefix caching on"
             )
+
+
+@dataclass
+class Verdict:
+    """Verdict on the worst request of a batch.
+
+    Args:
+        place: first token that differs, in the output.
+        margin: distance of stock's two best log-probabilities there.
+    """
+
+    outcome: str
+    request: int | None = None
+    place: int | None = None
+    margin: float | None = None
+
+
+def judge(
+    stock, prompts: list[list[int]], stock_ids: list[list[int]], ids: list[list[int]], dtype: str
+) -> Verdict:
+    """Compare the tokens of a batch with stock vLLM's.
+
+    Args:
+        stock: engine without speculation; it decodes only if tokens differ.
+    """
+    worst = Verdict(IDENTICAL)
+    for i, (prompt, expected, answer) in enumerate(zip(prompts, stock_ids, ids)):
+        if answer == expected:
+            continue
+        place = next(k for k, (a, b) in enumerate(zip(expected, answer)) if a != b)
+        (first, high), (second, low) = _best_two(stock, prompt + expected[:place])
+        is_tie = {expected[place], answer[place]} == {first, second} and high - low < TIE[dtype]
+        verdict = Verdict(A_TIE if is_tie else DIFFERENT, i, place, high - low)
+        if not is_tie:
+            return verdict
+        if worst.outcome == IDENTICAL:
+            worst = verdict
+    return worst
+
+
+def _best_two(stock, prompt: list[int]) -> list[tuple[int, float]]:
+    output = stock.generate(
+        [{"prompt_token_ids": prompt}],
+        SamplingParams(temperature=0, max_tokens=1, logprobs=2, detokenize=False),
+        use_tqdm=False,
+    )[0].outputs[0]
+    best = sorted(output.logprobs[0].items(), key=lambda item: -item[1].logprob)
+    return [(token, entry.logprob) for token, entry in best[:2]]
