@@ -178,15 +178,15 @@ def test_the_keys_that_the_prediction_would_choose(capsys, tmp_path):
     ],
 )
 def test_the_command_keeps_the_users_options(options, wanted):
-    from vllm_triforce_bench.doctor.choice import command
+    from vllm_triforce_bench.doctor.prediction import command
 
     made = command("M", ["--max-model-len", "8192", *options], {"level2_model": "fp8"})
     start = "vllm serve M --max-model-len 8192 --speculative-model triforce --speculative-config"
     assert made == f"{start} {wanted}"
     dotted = command("M", ["--speculative-config.gamma", "3"], {"level2_model": "fp8"})
-    assert dotted.endswith("--speculative-config.level2_model fp8") and "{" not in dotted
+    assert dotted.endswith("--speculative-config.level2 fp8") and "{" not in dotted
     short = command("M", ["-sc.gamma", "3"], {"level2_model": "fp8"})
-    assert short.endswith("--speculative-config.level2_model fp8") and "{" not in short
+    assert short.endswith("--speculative-config.level2 fp8") and "{" not in short
     assert command("M", [], {}) == "vllm serve M --speculative-model triforce"
 
 

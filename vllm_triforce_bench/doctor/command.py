@@ -126,11 +126,9 @@ def examine(
         )
     from vllm_triforce.config import read_config
     from vllm_triforce.core.kv_groups import NO_SPARSE_LAYER
-    from vllm_triforce_bench.doctor.choice import HEAD, command
     from vllm_triforce_bench.doctor.engine import engine
-    from vllm_triforce_bench.doctor.layers import NotBuilt, layers_of
-    from vllm_triforce_bench.doctor.memory import level2_model_bytes, memory
-    from vllm_triforce_bench.doctor.prediction import predict
+    from vllm_triforce_bench.doctor.layers import NotBuilt, layers_of, level2_model_bytes, memory
+    from vllm_triforce_bench.doctor.prediction import HEAD, command, predict
 
     results["engine"], vllm_config = engine(model, options)
     results["runs"] = vllm_config is not None

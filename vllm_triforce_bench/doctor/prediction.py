@@ -1,15 +1,24 @@
 """Predicted gains, break-even points and keys to choose (docs/doctor.md)."""
 
+import argparse
+import json
+import re
+import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
+
 from vllm_triforce.config import ResolvedConfig, read_config
-from vllm_triforce_bench.doctor.choice import MIN_GAIN, choose
-from vllm_triforce_bench.doctor.layers import Layers
-from vllm_triforce_bench.doctor.memory import kv_bytes_each
+from vllm_triforce.config.keys import METHOD
+from vllm_triforce.config.level2 import check_level2_model
+from vllm_triforce_bench.doctor.layers import Layers, kv_bytes_each, level2_model_bytes
 from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine, machine_of
 from vllm_triforce_bench.predict.settings import (
+    DRAFT,
     LEVELS,
     PLAIN,
     Acceptance,
@@ -23,6 +32,15 @@ _BATCHES = (1, 4, 16)
 _MIN_CONTEXT = 1024
 # Context by which keys are chosen, or a quarter of the longest.
 _TYPICAL_CONTEXT = 16_384
+# Smaller gains count as none, as in the controller.
+MIN_GAIN = 1.05
+# Copies of the target, and the growth of level 2's rejections by each (docs/results.md, SmolLM2).
+_COPIES = {"bfloat16": 1.0, "fp8": 1.35}
+_BUDGETS = (1024, 2048, 4096, 8192, 16384)
+# Acceptance of an EAGLE-3 head's tokens by level 2, and the share of the vocabulary that it drafts.
+HEAD_ACCEPTANCE, _HEAD_VOCAB_SHARE = 0.65, 1 / 4
+# Value of the key ``model``: no head is known to the doctor by name.
+HEAD = "HEAD"
 
 
 def predict(
@@ -63,38 +81,38 @@ def predict(
         copy_bytes_each=target.bytes_each * copy_bytes / layers.weight_bytes or None,
     )
     longest = vllm_config.model_config.max_model_len
-    batches = [n for n in _BATCHES if n <= vllm_config.scheduler_config.max_num_seqs]
-    cells = [
-        _cell(predictor, config, _contexts(predictor, longest, batch), batch, acceptance)
-        for batch in batches
-        for acceptance in acceptances
-    ]
+    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+    contexts = {n: _contexts(predictor, longest, n) for n in _BATCHES if n <= max_num_seqs}
     results = {
         "machine": machine.name,
         "assumed": {
             "draft_acceptance": acceptances[0].draft,
             "lookup_acceptance": acceptances[0].lookup,
         },
-        "cells": cells,
+        "cells": [
+            _cell(predictor, config, contexts[batch], batch, acceptance)
+            for batch in contexts
+            for acceptance in acceptances
+        ],
         "break_even": [
-            {"batch": batch, "context": context, "routes": dict(routes)}
-            for batch in batches
-            for context in _contexts(predictor, longest, batch)
-            for routes in [_break_even(predictor, config, context, batch, acceptances[0])]
+            {
+                "batch": batch,
+                "context": context,
+                "routes": _break_even(predictor, config, context, batch, acceptances[0]),
+            }
+            for batch in contexts
+            for context in contexts[batch]
         ],
     }
-    if contexts := _contexts(predictor, longest, 1):
-        typical = max(min(contexts[-1], _TYPICAL_CONTEXT), contexts[-1] // 4)
-        context = next(context for context in contexts if context >= typical)
-        results["choice"] = choose(predictor, vllm_config, layers, context, acceptances[-1])
+    if alone := contexts[1]:
+        typical = max(min(alone[-1], _TYPICAL_CONTEXT), alone[-1] // 4)
+        context = next(context for context in alone if context >= typical)
+        results["choice"] = _choose(predictor, vllm_config, layers, context, acceptances[-1])
     return results
 
 
 def _check_counted(config: ResolvedConfig, layers: Layers) -> None:
-    """
-    Raises:
-        ValueError: the model of time does not cover the configuration.
-    """
+    """Raise ValueError if the model of time does not cover the configuration."""
     if config.is_plain or config.kv_offload_gib is not None:
         raise ValueError("KV in host memory is not counted; docs/offload.md has what to expect")
     if layers.dense:
@@ -104,10 +122,7 @@ def _check_counted(config: ResolvedConfig, layers: Layers) -> None:
 
 
 def _this_machine(say: Callable[[str], None]) -> Machine:
-    """
-    Raises:
-        ValueError: the constants of this GPU are not known.
-    """
+    """Raise ValueError if the constants of this GPU are not known."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -131,7 +146,7 @@ def _contexts(predictor: Predictor, longest: int, batch: int) -> list[int]:
     return [context for context in contexts if predictor.fits(context, batch)]
 
 
-def _among(predictor: Predictor, config: ResolvedConfig, context: int) -> list[Setting]:
+def _among(config: ResolvedConfig, context: int) -> list[Setting]:
     return settings(config.budget_of(context), sources_of(config), config.levels)
 
 
@@ -144,7 +159,7 @@ def _cell(
 ) -> dict[str, Any]:
     by_context, pays_from = [], None
     for context in contexts:
-        best = predictor.best(_among(predictor, config, context), context, batch, acceptance)
+        best = predictor.best(_among(config, context), context, batch, acceptance)
         is_gain = best.setting.route != PLAIN and best.speedup >= MIN_GAIN
         # From where on it pays at every longer context.
         pays_from = (pays_from or context) if is_gain else None
@@ -160,16 +175,170 @@ def _cell(
 
 def _break_even(
     predictor: Predictor, config: ResolvedConfig, context: int, batch: int, acceptance: Acceptance
-) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield each route, a direct one by its source, and the point from which it pays, if any."""
+) -> dict[str, dict[str, Any] | None]:
+    """Return the point from which each route pays, if any; direct routes are named by source."""
     among: dict[str, list[Setting]] = {}
-    for setting in _among(predictor, config, context)[1:]:
+    for setting in _among(config, context)[1:]:
         route = LEVELS if setting.route == LEVELS else setting.source
         among.setdefault(route, []).append(setting)
+    routes: dict[str, dict[str, Any] | None] = {}
     for route, group in among.items():
-        point = predictor.break_even(group, context, batch, acceptance)
-        if point is not None:
+        routes[route] = None
+        if (point := predictor.break_even(group, context, batch, acceptance)) is not None:
             values = {"tokens": point.tokens, "acceptance": point.acceptance}
-            yield route, {**values, "setting": str(point.setting)}
-        else:
-            yield route, None
+            routes[route] = {**values, "setting": str(point.setting)}
+    return routes
+
+
+# The choice of keys.
+
+
+@dataclass(frozen=True)
+class _Configuration:
+    """Configuration that is predicted for one request.
+
+    Args:
+        levels: key of that name.
+    """
+
+    predictor: Predictor
+    context: int
+    budget: int
+    levels: str
+    sources: tuple[str, ...]
+    acceptance: Acceptance
+
+    @property
+    def speedup(self) -> float:
+        if not self.predictor.fits(self.context, 1):
+            return 0.0
+        among = settings(self.budget, self.sources, self.levels)
+        return self.predictor.best(among, self.context, 1, self.acceptance).speedup
+
+    def changed(
+        self, predictor: dict | None = None, acceptance: dict | None = None, **more: Any
+    ) -> "_Configuration":
+        """Replace fields of the predictor, of the acceptance, and others."""
+        return replace(
+            self,
+            predictor=replace(self.predictor, **(predictor or {})),
+            acceptance=replace(self.acceptance, **(acceptance or {})),
+            **more,
+        )
+
+
+_Change = Callable[[_Configuration], _Configuration]
+
+
+def _choose(
+    predictor: Predictor, vllm_config, layers: Layers, context: int, acceptance: Acceptance
+) -> dict[str, Any]:
+    """Add the key with the largest predicted gain, while one gains 5 %.
+
+    A head comes last, since the doctor knows none by name.
+
+    Args:
+        context: tokens of the one request that is predicted.
+    """
+    config, draft = read_config(vllm_config)
+    present = _Configuration(
+        predictor,
+        context,
+        config.budget_of(context),
+        config.levels,
+        sources_of(config),
+        acceptance,
+    )
+    candidates: list[tuple[str, Any, _Change]] = []
+    if config.uses_level2:
+        candidates += [
+            ("retrieval_budget", n, partial(_Configuration.changed, budget=n))
+            for n in _BUDGETS
+            if config.retrieval_recent_tokens < n < context
+        ]
+        if config.level2 is None:
+            candidates += _copies(predictor, vllm_config, layers)
+    keys: list[dict[str, Any]] = []
+    first = present.speedup
+
+    def add(name: str, value: Any, change: _Change) -> bool:
+        nonlocal present
+        before, after = present.speedup, change(present)
+        if after.speedup < MIN_GAIN * before:
+            return False
+        keys.append({"key": name, "value": value, "from": before, "to": after.speedup})
+        present = after
+        return True
+
+    while candidates:
+        best = max(candidates, key=lambda candidate: candidate[2](present).speedup)
+        if not add(*best):
+            break
+        candidates = [candidate for candidate in candidates if candidate[0] != best[0]]
+    if draft is None and "1" in config.levels and _may_have_head(vllm_config):
+        add("model", HEAD, _with_head)
+    return {
+        "context": context,
+        "acceptance": acceptance.level2,
+        "head_acceptance": HEAD_ACCEPTANCE,
+        "speedup": first,
+        "keys": keys,
+    }
+
+
+def _copies(
+    predictor: Predictor, vllm_config, layers: Layers
+) -> Iterator[tuple[str, str, _Change]]:
+    """Yield the copies that the target, and the machine of the prediction, may have."""
+    for name, rejections in _COPIES.items():
+        # vLLM has fp8 kernels on GPUs; without AVX-512, a CPU's bfloat16 is slower than float32.
+        is_gpu = bool(predictor.machine.num_sms)
+        if not is_gpu and (name == "fp8" or torch.backends.cpu.get_cpu_capability() != "AVX512"):
+            continue
+        try:
+            check_level2_model(name, vllm_config)
+        except ValueError:
+            continue
+        share = level2_model_bytes(name, vllm_config, layers) / layers.weight_bytes
+        change = partial(
+            _Configuration.changed,
+            predictor={"copy_bytes_each": share * predictor.model.bytes_each},
+            acceptance={"copy_rejections": rejections},
+        )
+        yield "level2_model", name, change
+
+
+def _may_have_head(vllm_config) -> bool:
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    return supports_eagle3(get_model_cls(vllm_config.model_config))
+
+
+def _with_head(present: _Configuration) -> _Configuration:
+    target = present.predictor.model
+    inner = target.inner * max(1, target.active_experts) + target.shared_inner
+    layer = replace(target, layers=1, inner=inner, experts=0, shared_inner=0)
+    head = layer.as_head(int(target.vocab * _HEAD_VOCAB_SHARE), target.hidden)
+    return present.changed(
+        {"draft": head}, {"draft": HEAD_ACCEPTANCE}, sources=(DRAFT, *present.sources)
+    )
+
+
+def command(model: str, options: list[str], keys: dict[str, Any]) -> str:
+    """Return the command line of ``vllm serve`` with further keys.
+
+    Args:
+        options: those given to the doctor.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--speculative-config", "--speculative_config", "-sc", default="{}")
+    parser.add_argument("--speculative-model", "--speculative_model", "--spec-method")
+    given, others = parser.parse_known_args(options)
+    parts = ["vllm", "serve", model, *others, "--speculative-model", METHOD]
+    if any(re.match(r"(--speculative[-_]config|-sc)\.", option) for option in others):
+        for name, value in keys.items():
+            parts += [f"--speculative-config.{name}", str(value)]
+    elif merged := {**json.loads(given.speculative_config), **keys}:
+        parts += ["--speculative-config", json.dumps(merged)]
+    return shlex.join(parts)
