@@ -27,11 +27,7 @@ def libraries() -> list[str]:
 
 
 def restart_if_needed(argv: list[str]) -> None:
-    """Replace this process by ``vllm-triforce`` with the libraries preloaded, once.
-
-    Args:
-        argv: arguments of ``vllm-triforce``.
-    """
+    """Replace this process by ``vllm-triforce ARGV`` with the libraries preloaded, once."""
     paths = libraries()
     if not paths or os.environ.get(_IS_RESTARTED) or not sys.platform.startswith("linux"):
         return

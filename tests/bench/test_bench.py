@@ -25,8 +25,8 @@ from vllm_triforce_bench.bench import (
 from vllm_triforce_bench.bench import settings as settings_module
 from vllm_triforce_bench.bench.engines import Streamed, _check_budget
 from vllm_triforce_bench.bench.settings import EACH, METHOD_OPTIONS, Settings
+from vllm_triforce_bench.console import Progress
 from vllm_triforce_bench.options import BadInput
-from vllm_triforce_bench.progress import Progress
 
 
 def asked(**more) -> Settings:

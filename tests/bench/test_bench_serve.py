@@ -22,7 +22,7 @@ from vllm_triforce_bench.bench.grid import PairedSet, groups, whole_sets
 from vllm_triforce_bench.bench.methods import CONTROL_VARIANT, Variant
 from vllm_triforce_bench.bench.model_facts import ModelFacts
 from vllm_triforce_bench.bench.prompts import Stretches
-from vllm_triforce_bench.progress import Progress
+from vllm_triforce_bench.console import Progress
 
 STOCK, OURS = methods.variants(["stock", "triforce"], [1024], "T", None, {})
 

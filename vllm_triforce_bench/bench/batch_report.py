@@ -84,12 +84,9 @@ def _row(pairs: Pairs) -> dict:
 
 
 def _together(stock: numpy.ndarray, own: numpy.ndarray) -> dict:
-    """Ratio of the tokens per second of all repetitions, which have as many tokens each.
+    """Ratio of the times of all repetitions, which have as many tokens each.
 
     With five repetitions and more, its 95 % interval by resampling them.
-
-    Args:
-        stock, own: times of the repetitions.
     """
     row = {"ratio_together": _ratio(stock, own), "ratio_low": None, "ratio_high": None}
     if len(own) >= LEAST_RESAMPLED:

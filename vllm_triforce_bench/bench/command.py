@@ -67,8 +67,7 @@ def _compare(
 ) -> int:
     from vllm_triforce_bench.bench import grid, model_facts, prompts
     from vllm_triforce_bench.bench.store import Store
-    from vllm_triforce_bench.console import stdout_console
-    from vllm_triforce_bench.progress import Progress
+    from vllm_triforce_bench.console import Progress, stdout_console
 
     console = stdout_console()
     target, draft = model_facts.read_all(settings)

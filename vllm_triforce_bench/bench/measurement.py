@@ -10,7 +10,7 @@ from vllm_triforce_bench.bench.model_facts import ModelFacts
 from vllm_triforce_bench.bench.prompts import OwnPrompts, Stretches
 from vllm_triforce_bench.bench.settings import Settings
 from vllm_triforce_bench.bench.store import Store
-from vllm_triforce_bench.progress import Progress
+from vllm_triforce_bench.console import Progress
 
 
 @dataclass

@@ -15,6 +15,7 @@ from vllm_triforce.config.triforce_config import LEVEL1_KEYS
 from vllm_triforce_bench.options import BadInput
 
 STOCK, CONTROL = "stock", "control"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,12 @@ def variants(
             if is_triforce:
                 if budget is not None:
                     keys["retrieval_budget"] = budget
-                _check_triforce(name, keys)
+                try:
+                    TriForceConfig.from_speculative_config(
+                        {key: keys[key] for key in keys if key not in ("method", "model")}
+                    )
+                except ValueError as error:
+                    raise BadInput(f"method {name!r}: {error}") from error
                 label += f", budget {budget or 'by default'}" if len(budgets) > 1 else ""
             if synthetic is not None:
                 label += f", synthetic {synthetic[0]:g}, {synthetic[1]:g}"
@@ -207,21 +213,12 @@ def with_synthetic_test(variants: list[Variant], left_out: dict[str, str]) -> li
 
 def check_copies(variants: list[Variant], dtypes: list[str]) -> None:
     """Raise BadInput if level 2's copy has no fewer bits a weight than the target."""
-    weight_bytes = {"bfloat16": 2, "float16": 2, "float32": 4}
     for variant in variants:
         copy = (variant.keys or {}).get("level2_model")
         for dtype in dtypes:
-            if copy in weight_bytes and weight_bytes[copy] >= weight_bytes[dtype]:
+            if copy in DTYPE_BYTES and DTYPE_BYTES[copy] >= DTYPE_BYTES[dtype]:
                 raise BadInput(
                     f"method {variant.method!r}: level 2 in {copy} saves nothing where the target "
                     f"is served in {dtype}; give --dtypes float32, or --triforce "
                     """'{"level2_model": "fp8"}'"""
                 )
-
-
-def _check_triforce(name: str, keys: dict[str, Any]) -> None:
-    triforce_keys = {key: keys[key] for key in keys if key not in ("method", "model")}
-    try:
-        TriForceConfig.from_speculative_config(triforce_keys)
-    except ValueError as error:
-        raise BadInput(f"method {name!r}: {error}") from error

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_triforce_bench.bench.methods import Variant
-from vllm_triforce_bench.bench.settings import AUTO, DTYPES, GIB, Settings
+from vllm_triforce_bench.bench.methods import DTYPE_BYTES, Variant
+from vllm_triforce_bench.bench.settings import AUTO, GIB, Settings
 from vllm_triforce_bench.options import BadInput
-
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,10 @@ def served_dtypes(model: str, dtypes: Sequence[str], engine_keys: Mapping[str, A
     except (TypeError, ValueError) as error:
         raise BadInput(f"--engine with --target {model}: {error}") from error
     served = str(config.dtype).removeprefix("torch.")
-    if served not in DTYPES:
-        raise BadInput(f"--dtypes: vLLM serves {model} in {served}; use one of {DTYPES[1:]}")
+    if served not in DTYPE_BYTES:
+        raise BadInput(
+            f"--dtypes: vLLM serves {model} in {served}; use one of {tuple(DTYPE_BYTES)}"
+        )
     return list(dict.fromkeys(served if dtype == AUTO else dtype for dtype in dtypes))
 
 
@@ -91,7 +91,7 @@ def kv_cache_bytes(settings: Settings, dtype: str, *models: ModelFacts) -> int:
     """Size the KV cache: as given, or for the longest requests, with a tenth to spare."""
     if settings.kv_cache_gib is not None:
         return int(settings.kv_cache_gib * GIB)
-    per_token = _BYTES[dtype] * sum(model.kv_values_per_token for model in models)
+    per_token = DTYPE_BYTES[dtype] * sum(model.kv_values_per_token for model in models)
     # A block of up to 128 tokens may be half empty at the end of each request.
     tokens = max(settings.batch_sizes) * (settings.max_model_len + 128)
     return max(64 << 20, int(1.1 * tokens * per_token))

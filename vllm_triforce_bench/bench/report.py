@@ -173,11 +173,7 @@ def machine() -> dict[str, str]:
 
 
 def environment(argv: list[str]) -> dict[str, str]:
-    """Facts of the run, in the order of the page.
-
-    Args:
-        argv: arguments of ``vllm-triforce``.
-    """
+    """Facts of the run ``vllm-triforce ARGV``, in the order of the page."""
     preloaded = os.environ.get("LD_PRELOAD", "").split(":")
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%d %B %Y, %H:%M UTC"),

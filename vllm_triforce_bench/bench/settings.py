@@ -32,7 +32,6 @@ from vllm_triforce_bench.options import (
 
 AUTO = "auto"
 """The dtype in which vLLM serves the model (``model_facts.served_dtypes``)."""
-DTYPES = (AUTO, "float32", "bfloat16", "float16")
 GIB = 1 << 30
 EACH = 0
 """The context of a dataset's own prompts, each as long as it is."""

@@ -195,11 +195,7 @@ def _break_even(
 
 @dataclass(frozen=True)
 class _Configuration:
-    """Configuration that is predicted for one request.
-
-    Args:
-        levels: key of that name.
-    """
+    """Configuration that is predicted for one request."""
 
     predictor: Predictor
     context: int
@@ -236,9 +232,6 @@ def _choose(
     """Add the key with the largest predicted gain, while one gains 5 %.
 
     A head comes last, since the doctor knows none by name.
-
-    Args:
-        context: tokens of the one request that is predicted.
     """
     config, draft = read_config(vllm_config)
     present = _Configuration(
@@ -326,11 +319,7 @@ def _with_head(present: _Configuration) -> _Configuration:
 
 
 def command(model: str, options: list[str], keys: dict[str, Any]) -> str:
-    """Return the command line of ``vllm serve`` with further keys.
-
-    Args:
-        options: those given to the doctor.
-    """
+    """Return the command line of ``vllm serve`` with the doctor's options and further keys."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--speculative-config", "--speculative_config", "-sc", default="{}")
     parser.add_argument("--speculative-model", "--speculative_model", "--spec-method")

@@ -36,11 +36,7 @@ _WORDS |= {"triforce", "auto", "fp8", "doctor", "retrieval", "quest", "streaming
 
 
 def write_report(path: Path, results: dict[str, Any], argv: Iterable[str]) -> None:
-    """Write results as JSON without names of models, paths and addresses.
-
-    Args:
-        results: the content of ``--json``.
-        argv: arguments of the command.
+    """Write the content of ``--json`` without names of models, paths and addresses.
 
     Raises:
         OSError: the file cannot be written.

@@ -57,9 +57,9 @@ def _measure(target, contexts: list, settings: LabSettings) -> list[dict]:
     """Measure all rows, and write ``rows.csv`` after each context."""
     from rich.console import Console
 
+    from vllm_triforce_bench.console import Progress
     from vllm_triforce_bench.lab import report
     from vllm_triforce_bench.lab.measure import measure_context, query_key_pairs
-    from vllm_triforce_bench.progress import Progress
 
     rows: list[dict] = []
     with Progress(Console(stderr=True)) as progress:

@@ -37,9 +37,6 @@ def read_contexts(tokenizer, settings: LabSettings) -> list[Context]:
 
     Every context ends at the end of its stretch: contexts of all lengths replay the same tokens.
 
-    Args:
-        tokenizer: transformers' tokenizer.
-
     Raises:
         ValueError: a text is too short for the longest context.
     """

@@ -19,13 +19,7 @@ _MAX_SCORES_ELSEWHERE = 1 << 25
 
 
 class Recording:
-    """Attention of a full pass over ``start`` prompt tokens and the replayed ones after them.
-
-    Args:
-        num_layers: layers with attention.
-        num_tokens: tokens of the prompt and the replay together.
-        start: tokens of the prompt.
-    """
+    """Attention of a full pass over ``num_tokens``: ``start`` of the prompt, then replayed ones."""
 
     def __init__(self, num_layers: int, num_tokens: int, start: int) -> None:
         self.start = start
@@ -102,7 +96,6 @@ class Replay:
     sparse hidden state. A copy of another dtype attends in the target's dtype, as in the engine.
 
     Args:
-        layers: the recorded context.
         policy: None keeps all tokens, the reference.
     """
 

@@ -124,9 +124,6 @@ def write(
 ) -> list[Path]:
     """Write ``results.json``, a PNG for every table, and ``report.html`` with all of them.
 
-    Args:
-        facts: facts of the model and the machine.
-
     Returns:
         The files written.
     """

@@ -42,11 +42,7 @@ class Replayed:
 
 
 def _option(kind: Any, default: Any, help: str, choices: Iterable[str] | None = None) -> Any:
-    """Make a field that is an option of the command; several values, if the default is a tuple.
-
-    Args:
-        kind: type of a value, with its range.
-    """
+    """Make a field that is an option of the command; several values, if the default is a tuple."""
     return field(default=default, metadata={"kind": kind, "help": help, "choices": choices})
 
 

@@ -44,10 +44,7 @@ def lab_attention(
 
 
 class Target:
-    """A causal language model with the lab's attention in every layer.
-
-    Args:
-        model: transformers' model on its device.
+    """A causal language model of transformers with the lab's attention in every layer.
 
     Raises:
         RuntimeError: the lab's attention changes the model's logits.

@@ -82,11 +82,7 @@ def sources_of(config: ResolvedConfig) -> tuple[str, ...]:
 
 
 def settings(budget: int, sources: tuple[str, ...], levels: str = "1,2,3") -> list[Setting]:
-    """List the settings to compare, plain decoding first; ``gamma=0`` is level 2 alone.
-
-    Args:
-        levels: key of that name.
-    """
+    """List the settings to compare, plain decoding first; ``gamma=0`` is level 2 alone."""
     candidates = [STOCK]
     if "1" in levels:
         candidates += [Setting(DIRECT, n, source=source) for n in _LENGTHS for source in sources]
