@@ -98,7 +98,7 @@ def vllm_pin() -> str:
 
 @check
 def ledger() -> str:
-    """Check that ``patches/README.md`` is up to date, and that lint and types pass."""
+    """Check that the written tables are up to date, and that lint and types pass."""
     run(sys.executable, "tools/ledger.py", "--check")
     run("make", "lint")
     run("make", "types")

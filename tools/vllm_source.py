@@ -5,54 +5,16 @@
 pip resolves the address of the wheel, from the index that it is configured for.
 """
 
-import io
 import json
 import subprocess
 import sys
-import urllib.request
 import zipfile
 from pathlib import Path
 
+import aiohttp
+import fsspec
 
-class RangeFile(io.RawIOBase):
-    """Remote file that is read in chunks of at least ``min_bytes``."""
-
-    def __init__(self, url: str, min_bytes: int = 1 << 18) -> None:
-        self._url, self._min_bytes, self._offset = url, min_bytes, 0
-        self._chunk, self._chunk_start = b"", 0
-        with urllib.request.urlopen(
-            urllib.request.Request(url, method="HEAD"), timeout=30
-        ) as response:
-            self._size = int(response.headers["Content-Length"])
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._offset
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._offset = offset + (0, self._offset, self._size)[whence]
-        return self._offset
-
-    def readinto(self, buffer) -> int:
-        num_bytes = min(len(buffer), self._size - self._offset)
-        if num_bytes <= 0:
-            return 0
-        start = self._offset - self._chunk_start
-        if start < 0 or start + num_bytes > len(self._chunk):
-            last = min(self._size, self._offset + max(num_bytes, self._min_bytes)) - 1
-            request = urllib.request.Request(
-                self._url, headers={"Range": f"bytes={self._offset}-{last}"}
-            )
-            with urllib.request.urlopen(request, timeout=60) as response:
-                self._chunk, self._chunk_start, start = response.read(), self._offset, 0
-        buffer[:num_bytes] = self._chunk[start : start + num_bytes]
-        self._offset += num_bytes
-        return num_bytes
+_CLIENT = {"trust_env": True}  # a proxy, as pip takes it
 
 
 def wheel_url(version: str) -> str:
@@ -80,15 +42,23 @@ def fetch(version: str, folder: Path, files: list[str]) -> Path:
 
     Returns:
         ``folder / "vllm"``. Files that the release lacks are skipped.
+
+    Raises:
+        RuntimeError: pip does not find the version, or there is no network.
     """
     root = folder / "vllm"
     missing = [file for file in files if not (root / file).exists()]
-    if missing:
-        with zipfile.ZipFile(RangeFile(wheel_url(version))) as wheel:
+    if not missing:
+        return root
+    remote = fsspec.open(wheel_url(version), block_size=1 << 18, client_kwargs=_CLIENT)
+    try:
+        with remote as file, zipfile.ZipFile(file) as wheel:
             names = set(wheel.namelist())
-            for file in missing:
-                if f"vllm/{file}" in names:
-                    wheel.extract(f"vllm/{file}", folder)
+            for name in missing:
+                if f"vllm/{name}" in names:
+                    wheel.extract(f"vllm/{name}", folder)
+    except aiohttp.ClientError as error:
+        raise RuntimeError(f"the wheel of vllm=={version} cannot be read: {error}") from error
     return root
 
 

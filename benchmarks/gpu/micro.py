@@ -16,8 +16,7 @@ from torch.nn.functional import linear
 
 from benchmarks.gpu.engines import leave_out_mask_kernel
 from benchmarks.gpu.models import MODELS, SMOKE
-from benchmarks.gpu.selection_times import SHAPES, selection_us
-from benchmarks.gpu.timing import graph_us
+from benchmarks.gpu.selection_times import SHAPES, graph_us, selection_us
 from vllm_triforce.attention.gpu.paged_kernels import FlashAttention, SparseSequences
 from vllm_triforce.runner_v2.sampling import masked_logits
 

@@ -5,9 +5,11 @@
 It fails unless the chunks are those with the most votes, up to two at the edge.
 """
 
+from collections.abc import Callable
+from statistics import median
+
 import torch
 
-from benchmarks.gpu.timing import graph_us
 from tests.kernels.tensors import some_rows
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.kernels.pass_selection import PassSelectionV2
@@ -15,6 +17,30 @@ from vllm_triforce.kernels.pass_selection import PassSelectionV2
 HEAD_DIM = 128
 # KV heads, query heads of each, chunks, requests.
 SHAPES = ((8, 4, 7600, 1), (32, 1, 5000, 1), (9, 1, 470, 32))
+
+
+def graph_us(launch: Callable[[], object], num_launches: int = 16, num_replays: int = 5) -> float:
+    """Return the median microseconds of a launch, of ``num_launches`` captured in one graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # compiled, and with its scratch memory
+            launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(num_launches):
+            launch()
+    graph.replay()
+    times = []
+    for _ in range(num_replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / num_launches)
+    return median(times)
 
 
 def selection_us(num_heads: int, group: int, num_chunks: int, num_rows: int) -> float:

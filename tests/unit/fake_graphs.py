@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from tools import memory_table
+from benchmarks import memory_table
 
 
 def manager_of(max_num_seqs: int, num_drafts: int):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from benchmarks import memory_table
 from tests.unit.fake_graphs import full_graph_by_size, full_graphs, manager_of, without_gpu
-from tools import memory_table
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters

@@ -1,6 +1,6 @@
 """Acceptance of an EAGLE-3 head by context: TriForce's level 1 beside stock vLLM's `eagle3`.
 
-    python tools/head_acceptance.py build/smollm2/gqa examples/models/smollm2_head \
+    python benchmarks/head_acceptance.py build/smollm2/gqa examples/models/smollm2_head \
         --contexts 512,2048,4096,7500 --text FILE [--engine stock|windowed|triforce]
 
 Each engine drafts three tokens in every step, straight to the full pass. `windowed` is stock vLLM

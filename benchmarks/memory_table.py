@@ -3,7 +3,7 @@
 For Llama-3.1-8B, without a draft and with Llama-3.2-1B, at several ``max_num_seqs``. Computed by
 the functions by which the worker reserves memory, and by vLLM's choice of graphs.
 
-    python tools/memory_table.py
+    python benchmarks/memory_table.py
 """
 
 from types import SimpleNamespace
