@@ -1,7 +1,6 @@
 """One HTML page for every tool: figures and tables inline, nothing from outside, light and dark."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,16 +73,6 @@ class Page:
         loader = jinja2.FileSystemLoader(Path(__file__).parent)
         environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
         return environment.get_template("page.html").render(page=self)
-
-
-def grouped(
-    rows: Iterable[dict], name: Callable[[dict], str], line: Callable[[dict], list[Cell]]
-) -> list[str | Sequence[Cell]]:
-    """Make the lines of rows, below a heading where the name changes."""
-    lines: list[str | Sequence[Cell]] = []
-    for heading, group in itertools.groupby(rows, name):
-        lines += [heading, *map(line, group)]
-    return lines
 
 
 def short_name(model: str) -> str:

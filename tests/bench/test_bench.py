@@ -1,5 +1,6 @@
 """Promise: what the benchmark says is what it measured."""
 
+import argparse
 import io
 import json
 import re
@@ -24,20 +25,22 @@ from vllm_triforce_bench.bench import (
 )
 from vllm_triforce_bench.bench import settings as settings_module
 from vllm_triforce_bench.bench.engines import Streamed, _check_budget
-from vllm_triforce_bench.bench.settings import EACH, METHOD_OPTIONS, Settings
+from vllm_triforce_bench.bench.settings import EACH, Settings
 from vllm_triforce_bench.console import Progress
 from vllm_triforce_bench.options import BadInput
 
 
+def read(line: str) -> Settings:
+    """Settings of a command line."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return settings_module.read(parser.parse_args(line.split()))
+
+
 def asked(**more) -> Settings:
-    fields = dict(target="a/model", draft=None, prompts=None, top_p=0.9, seed=0, engine_keys={})
-    fields |= dict(kv_cache_gib=None, methods=["stock"], contexts=[300], batch_sizes=[1])
-    fields |= dict(temperatures=[0.0], budgets=[128], dtypes=["float32"], tokens=16)
-    fields |= dict(repetitions=1, dataset_name="random", dataset_path=None, dataset_args="")
-    fields |= {key: {} for key in METHOD_OPTIONS} | dict(engines_at_once=None, pass_times=False)
-    fields |= dict(serve=False, request_rate=None, requests_per_run=None, warmup=None, control=True)
-    fields |= dict(synthetic_acceptances=None)
-    return Settings(**{**fields, **more})
+    """Settings of a small run, but for these."""
+    line = "--target a/model --methods stock --contexts 300 --tokens 16 --repetitions 1 "
+    return replace(read(line + "--budgets 128 --dtypes float32 --dataset-name random"), **more)
 
 
 def record(tokens_per_second, *, method="stock", group=0, repetition=0, temperature=0.0, **more):
@@ -435,17 +438,12 @@ def test_every_method_named_in_the_help_has_a_colour():
 
 def test_the_defaults_are_what_is_served(pair):
     """The budget of TriForce's own default, in the dtype that vLLM would take."""
-    import argparse
-
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_triforce.config import TriForceConfig
     from vllm_triforce_bench.bench import model_facts
 
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    args = parser.parse_args(["--target", pair["target"], "--dataset-name", "random"])
-    asked_for = settings_module.read(args)
+    asked_for = read(f"--target {pair['target']} --dataset-name random")
     assert asked_for.budgets == [TriForceConfig().retrieval_budget]
     served = str(EngineArgs(model=pair["target"]).create_model_config().dtype)
     found = model_facts.served_dtypes(pair["target"], [*asked_for.dtypes, "float32"], {})

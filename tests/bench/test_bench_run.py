@@ -33,7 +33,7 @@ MISTAKES = [
         ["--methods", "stock,eagle"],
         "--methods: eagle is not accepted: known are stock, draft_model",
     ),
-    (["--contexts", "16000000"], "has 65536 positions"),
+    (["--contexts", "16000000"], "has 65536 positions: use contexts up to"),
     (["--contexts", "4Q"], "--contexts: 4Q is not accepted: write a number of tokens"),
     (["--contexts", "40K", "--prompts", str(PROMPTS / "typing.txt")], "prompts of 40960 need"),
     (["--dtypes", "int8"], "--dtypes: int8 is not accepted: input should be 'auto', 'float32'"),
@@ -110,7 +110,7 @@ def test_help_loads_neither_vllm_nor_the_extra():
 # The whole way.
 
 
-def run(given: list[str]) -> str:
+def run_command(given: list[str]) -> str:
     """Run the command in a process of its own; return what it shows."""
     done = subprocess.run(
         [sys.executable, "-m", "vllm_triforce.cli", *given],
@@ -136,7 +136,7 @@ def measured(pair, tmp_path_factory):
     more += ["--budgets", "128", "--output", str(folder)]
     more += ["--pass-times", "--dtypes", "float32"]
     given = arguments(pair, *more, "--engine", '{"enforce_eager": true, "block_size": 32}')
-    return folder, given, run(given)
+    return folder, given, run_command(given)
 
 
 @pytest.mark.engine
@@ -186,7 +186,7 @@ def test_a_datasets_prompts_one_by_one(pair, tmp_path):
     given += ["--dataset-args=--skip-chat-template", "--repetitions", "2"]
     given += ["--methods", "triforce:all", "--budgets", "128", "--dtypes", "float32"]
     given += ["--engine", '{"enforce_eager": true, "block_size": 32}']
-    shown = run([*given, "--output", str(tmp_path / "out")])
+    shown = run_command([*given, "--output", str(tmp_path / "out")])
     assert "1 x each prompt, T=0, float32" in shown
     records = [
         json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()

@@ -32,7 +32,6 @@ from vllm_triforce_bench.predict.settings import (
 from vllm_triforce_bench.predict.steps import (
     Predictor,
     acceptance_for,
-    inner_loop,
     pass_seconds,
     tokens_per_step,
 )
@@ -174,14 +173,6 @@ def test_budgets_cost_acceptance_as_in_the_lab():
     measured = {4096: 0.943, 2048: 0.922, 1024: 0.905, 512: 0.887, 256: 0.869}
     for budget, acceptance in measured.items():
         assert Acceptance(0.943).at(budget) == pytest.approx(acceptance, abs=0.01)
-
-
-def test_the_ends_are_plain():
-    assert tokens_per_step(1.0, 6) == 7 and tokens_per_step(0.0, 6) == 1
-    # Nothing drafted is accepted: a round a token, and as many drafts as fit.
-    assert inner_loop(0.0, 6, 2) == (6, 2 * 4 + 1)
-    # Everything is: three tokens a round.
-    assert inner_loop(1.0, 6, 2) == (2, 4)
 
 
 @pytest.mark.parametrize("route", [DIRECT, LEVELS])

@@ -26,7 +26,7 @@ from vllm_triforce_bench.bench import figures
 from vllm_triforce_bench.bench.grid import batch_text
 from vllm_triforce_bench.bench.settings import METHOD_OPTIONS
 from vllm_triforce_bench.colours import shade
-from vllm_triforce_bench.page import Article, Cell, Page, Table, grouped, short_name
+from vllm_triforce_bench.page import Article, Cell, Page, Table, short_name
 
 Line = Callable[[dict], dict[str, Cell]]
 """Makes the cells of a row, by the title of their column."""
@@ -139,7 +139,10 @@ def cells_table(rows: Sequence[dict], line: Line) -> Table:
     """Make the table of all rows, each below the name of its cell."""
     # Headers of numbers stand right; the other kinds are of one cell alone.
     columns = [Cell(name, kind="n" * (c.kind == "n")) for name, c in line(rows[0]).items()]
-    return Table(columns, grouped(rows, cell_name, lambda row: list(line(row).values())))
+    lines: list[str | Sequence[Cell]] = []
+    for cell, here in itertools.groupby(rows, cell_name):
+        lines += [cell, *(list(line(row).values()) for row in here)]
+    return Table(columns, lines)
 
 
 def terminal_table(rows: Sequence[dict], line: Line, columns: Sequence[str]) -> TerminalTable:

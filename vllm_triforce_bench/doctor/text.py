@@ -247,10 +247,7 @@ def _server(results: dict[str, Any]) -> Rows:
 
 
 def _levels(model: dict[str, Any], levels: dict[str, Any]) -> Rows:
-    yield (
-        "speculation",
-        f"{model['accepted_share']:.0%} of these were proposed and accepted",
-    )
+    yield "speculation", f"{model['accepted_share']:.0%} of these were proposed and accepted"
     if not levels["num_proposals"]:
         return
     has = f"has {levels['mean_acceptance_length']:.2f} tokens a step"
