@@ -184,9 +184,9 @@ def test_the_command_keeps_the_users_options(options, wanted):
     start = "vllm serve M --max-model-len 8192 --speculative-model triforce --speculative-config"
     assert made == f"{start} {wanted}"
     dotted = command("M", ["--speculative-config.gamma", "3"], {"level2_model": "fp8"})
-    assert dotted.endswith("--speculative-config.level2 fp8") and "{" not in dotted
+    assert dotted.endswith("--speculative-config.level2_model fp8") and "{" not in dotted
     short = command("M", ["-sc.gamma", "3"], {"level2_model": "fp8"})
-    assert short.endswith("--speculative-config.level2 fp8") and "{" not in short
+    assert short.endswith("--speculative-config.level2_model fp8") and "{" not in short
     assert command("M", [], {}) == "vllm serve M --speculative-model triforce"
 
 

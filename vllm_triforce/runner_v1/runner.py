@@ -80,7 +80,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         target_config = self._runner.vllm_config
         self.target_layers = attention_layers(target_config)
         self._level2_model = load_level2_model(
-            self.config.level2, target_model, self.target_layers, target_config
+            self.config.level2_model, target_model, self.target_layers, target_config
         )
         if self._draft_model is None:
             return

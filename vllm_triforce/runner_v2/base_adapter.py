@@ -63,7 +63,7 @@ class BaseAdapterV2(RunnerAdapter, StandaloneARSpeculator):
                 super().load_model(target_model)
         self.supports_mm_inputs = False  # or vLLM would gather the embeddings of images for it
         self.level2_model = load_level2_model(
-            self.config.level2, target_model, self.target_layers, target_config
+            self.config.level2_model, target_model, self.target_layers, target_config
         )
         if self.config.has_head:
             emit_states(target_model, self.level2_model.model, self.vllm_config)

@@ -88,7 +88,7 @@ class TriForceGPUWorker(Worker):
 
     def _warn_of_stale_copy(self) -> None:
         """Log that new weights of the target do not reach level 2's copy."""
-        if (name := self.triforce_config.level2) is not None:
+        if (name := self.triforce_config.level2_model) is not None:
             logger.warning(
                 "level2_model=%s keeps the weights from before. Outputs are right, but fewer "
                 "tokens of level 2 are accepted; start the engine again to load it anew.",

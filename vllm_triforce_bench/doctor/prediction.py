@@ -249,7 +249,7 @@ def _choose(
             for n in _BUDGETS
             if config.retrieval_recent_tokens < n < context
         ]
-        if config.level2 is None:
+        if config.level2_model is None:
             candidates += _copies(predictor, vllm_config, layers)
     keys: list[dict[str, Any]] = []
     first = present.speedup
