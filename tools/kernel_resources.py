@@ -24,10 +24,9 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver, jit
 
 from vllm_triforce.config.budget import RetrievalBudget
-from vllm_triforce.kernels.refill_pool import PoolRefill
+from vllm_triforce.kernels.offload import RetrievalPool, stage_blocks
 from vllm_triforce.kernels.retrieval import KeyPointers, update_chunk_summaries
 from vllm_triforce.kernels.rows import RowLimits, Rows
-from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.selection import Summary
 
@@ -76,9 +75,10 @@ def launch_all(block_size: int, dtype: torch.dtype, budget: int) -> None:
     limits = RowLimits(0, block_size, RetrievalBudget(0, 0, 0), 0)
     rows = Rows(ROWS, LENGTH, GAMMA, VOCAB_SIZE, limits, device)
     rows.num_rows = ROWS
-    pool = cache[:1].expand(ROWS * width, -1, -1, -1)
-    refill = PoolRefill([cache], [pool], 0, ROWS, (block_size * HEADS, 1), max_selected, counters)
-    refill(rows, torch.zeros(1, ROWS * HEADS, width, dtype=torch.int32))
+    blocks = cache[:1].expand(ROWS * width, -1, -1, -1)
+    strides = (block_size * HEADS, 1)
+    pool = RetrievalPool([cache], [blocks], 0, width, strides, max_selected, counters, rows)
+    pool.begin(torch.zeros(1, ROWS * HEADS, width, dtype=torch.int32))
     keys = cache.transpose(1, 2)[..., :HEAD_SIZE]
     if dtype == torch.uint8:
         keys = keys.view(torch.float8_e4m3fn)
@@ -114,10 +114,10 @@ def main() -> None:
 
 
 def _kernels() -> list[jit.JITFunction]:
-    from vllm_triforce.kernels import refill_pool, stage_blocks
+    from vllm_triforce.kernels import offload
     from vllm_triforce.kernels import retrieval as chunk_summaries
 
-    modules = (chunk_summaries, refill_pool, stage_blocks)
+    modules = (chunk_summaries, offload)
     return [
         value
         for module in modules

@@ -8,10 +8,9 @@ import torch
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import counted, integers, new_counters, some_rows
+from vllm_triforce.kernels.offload import RetrievalPool, stage_blocks
 from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
-from vllm_triforce.kernels.refill_pool import PoolRefill
 from vllm_triforce.kernels.row_table import Refresh, RowColumn, SlotColumn
-from vllm_triforce.kernels.stage_blocks import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.offload.cache import HostLayer
 
@@ -78,15 +77,21 @@ class World:
         empty = torch.full_like(caches(4 * WIDTH, HEADS, BLOCK, SIZE, torch.float32, layout), -1.0)
         self.pools = [empty.clone() for _ in self.hosts]
         self.counters = new_counters()
-        self.refill = PoolRefill(
-            self.hosts,
-            self.pools,
-            1,
-            num_slots=4,
-            head_strides=self.per,
-            max_selected=SELECTED,
-            counters=self.counters,
-        )
+        self._pool: RetrievalPool | None = None
+
+    def refill(self, rows, tables) -> None:
+        """Begin a proposal of ``rows``, the same in all calls."""
+        if self._pool is None:
+            self._pool = RetrievalPool(
+                self.hosts, self.pools, 1, WIDTH, self.per, SELECTED, self.counters, rows
+            )
+        self._pool.begin(tables)
+        # Each row's places are those of its slot, and its heads'.
+        blocks = torch.arange(4 * WIDTH, dtype=torch.int32, device=DEVICE).view(4, WIDTH)
+        heads = torch.arange(HEADS, dtype=torch.int32, device=DEVICE)[:, None]
+        slots = rows.row_metadata[: rows.num_rows, RowColumn.SLOT].long()
+        expected = blocks[slots][:, None] * self.per[0] + heads * self.per[1]
+        assert torch.equal(self._pool.tables[: rows.num_rows * HEADS], expected.flatten(0, 1))
 
     def tables(self, rows_of_blocks) -> torch.Tensor:
         """Make [3 layers, 3 * HEADS, WIDTH]; selections differ by layer and head."""

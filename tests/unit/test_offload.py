@@ -276,7 +276,7 @@ def test_a_number_of_blocks_that_is_asked_for_is_given_or_refused():
 
 def test_host_memory_that_the_device_does_not_see_is_refused():
     """Unregistered memory can come back as a copy."""
-    from vllm_triforce.offload.host_memory import HostMemory, _check_alias
+    from vllm_triforce.offload.cache import HostMemory, _check_alias
 
     memory = HostMemory(100, torch.device("cpu")).view
     _check_alias(memory, memory)

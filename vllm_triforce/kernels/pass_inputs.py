@@ -5,13 +5,16 @@ would compile anew, while requests wait, for 1, for multiples of 16 and for othe
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.rows import Rows
+
+if TYPE_CHECKING:
+    from vllm_triforce.kernels.offload import RetrievalPool
 
 
 class PassInputs:
@@ -50,15 +53,6 @@ class WindowLayout:
 
     capacity: int  # tokens of a window
     tokens_per_slot: int  # of the slot's blocks, which are consecutive
-
-
-class PoolSlots(Protocol):
-    """Pool of level 2 for layers in host memory (``offload/pool.py``)."""
-
-    width: int
-    """Blocks of a slot."""
-    slot_mapping: torch.Tensor
-    """[max_rows * (gamma + 1)], int64, where the tokens go in the pool."""
 
 
 def prepare_window_inputs(
@@ -117,7 +111,7 @@ def prepare_target_inputs(
     dense_seq_lens: torch.Tensor,  # [max_rows], int32, written
     block_size: int,
     max_position: int,
-    pool: PoolSlots | None = None,  # its slot mapping is written
+    pool: "RetrievalPool | None" = None,  # its slot mapping is written
 ) -> None:
     """Prepare the newest token of each row and its drafts, for level 2."""
     _target_inputs_kernel[(padded_rows,)](

@@ -1,6 +1,8 @@
 """KV cache of an engine whose last layers lie in host memory."""
 
-from dataclasses import replace
+import time
+import weakref
+from dataclasses import dataclass, replace
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -13,33 +15,26 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.core.draft_cache import allocate_layers
-from vllm_triforce.kernels.stage_blocks import stage_blocks
-from vllm_triforce.offload.host_memory import HostMemory, measure_bandwidth
+from vllm_triforce.kernels.offload import stage_blocks
+from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.offload.placement import Placement
 
+_SENTINEL = 0x5A
+_MAX_MEASURED_BYTES = 64 << 20
 
+
+@dataclass
 class HostLayer:
-    """One layer's KV cache in host memory, as attention reads it (``attention/base.py``).
+    """One layer's KV cache in host memory, as attention reads it (``attention/base.py``)."""
 
-    Args:
-        host: [num_blocks, num_kv_heads, block_size, size], as the device sees it.
-        staging: the same shape and strides, on the device; shared by all layers.
-        counters: [len(DeviceCounter)], int64, added to.
-        pool: [num_slots * width, num_kv_heads, block_size, size], blocks that level 2 reads and
-            writes; None where level 2 never runs.
-    """
-
-    def __init__(
-        self,
-        host: torch.Tensor,
-        staging: torch.Tensor,
-        counters: torch.Tensor,
-        pool: torch.Tensor | None,
-    ) -> None:
-        self.staging = staging
-        self.pool = pool
-        self._host = host
-        self._counters = counters
+    host: torch.Tensor
+    """[num_blocks, num_kv_heads, block_size, size], as the device sees it."""
+    staging: torch.Tensor
+    """The same shape and strides, on the device; shared by all layers."""
+    counters: torch.Tensor  # [len(DeviceCounter)], int64, added to
+    pool: torch.Tensor | None
+    """[num_slots * width, num_kv_heads, block_size, size], blocks that level 2 reads and writes;
+    None where level 2 never runs."""
 
     def stage(
         self,
@@ -51,9 +46,9 @@ class HostLayer:
         The pass has already written this layer's new keys and values to host memory. The staging
         layer has the same block ids, so block tables and attention metadata stay vLLM's.
         """
-        block_size = self._host.shape[2]
+        block_size = self.host.shape[2]
         # Stream order suffices: the previous layer's attention has read the staging layer by now.
-        stage_blocks(self._host, self.staging, block_table, seq_lens, block_size, self._counters)
+        stage_blocks(self.host, self.staging, block_table, seq_lens, block_size, self.counters)
         return self.staging
 
 
@@ -87,7 +82,7 @@ class OffloadedCache:
             ValueError: layers differ in kind, or the layout is not compact by layer and block.
         """
         tensor = _only_tensor(kv_cache_config, layout)
-        self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._spec, self._layout = kv_cache_config.kv_cache_groups[0].kv_cache_spec, layout
         on_device = tensor.layers[: self.placement.num_device_layers]
         self.host_layer_names = tensor.layers[self.placement.num_device_layers :]
 
@@ -110,52 +105,58 @@ class OffloadedCache:
         return caches | dict(zip(self.host_layer_names, self.hosts))
 
     def bandwidth(self) -> float:
-        """Measure bytes a second from host memory; overwrites the staging layer."""
-        return measure_bandwidth(self.hosts[0], self._staging)
+        """Measure bytes a second from host memory, over at most 64 MiB of a layer.
 
-    def allocate_pools(
-        self, num_blocks: int, vllm_config, device: torch.device
-    ) -> dict[str, torch.Tensor]:
-        """Allocate level 2's blocks of each host layer, by name, in the KV cache's layout."""
-        layer_names = self.host_layer_names
-        layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-        with checked_allocation(
-            f"level 2's pool of {len(layer_names)} layers in host memory",
-            len(layer_names) * self._spec.page_size_bytes * num_blocks,
-            device,
-            "lower max_speculating_seqs or retrieval_budget",
-        ):
-            return allocate_layers(layer_names, self._spec, num_blocks, layout, device)
+        Overwrites the staging layer.
+        """
+        host, device = self.hosts[0], self._staging.device
+        page_bytes = host.stride(0) * host.element_size()
+        num_blocks = min(len(host), max(1, _MAX_MEASURED_BYTES // page_bytes))
+        tables = torch.arange(num_blocks, dtype=torch.int32, device=device)[None]
+        seq_lens = torch.tensor([num_blocks * host.shape[2]], dtype=torch.int32, device=device)
+        counters = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=device)
+        layer = HostLayer(host, self._staging, counters, None)
+        for _ in range(2):  # the first time compiles the kernel
+            _synchronize(device)
+            begin = time.perf_counter()
+            layer.stage(tables, seq_lens)
+            _synchronize(device)
+            seconds = time.perf_counter() - begin
+        return num_blocks * page_bytes / seconds
 
-    def make_host_layers(
-        self, pools: dict[str, torch.Tensor], counters: torch.Tensor
+    def host_layers(
+        self, retrieving: list[str], num_pool_blocks: int, counters: torch.Tensor
     ) -> dict[str, HostLayer]:
         """Make the host layers that attention reads, by layer name.
 
         Args:
-            pools: result of ``allocate_pools``; empty where level 2 never runs.
+            retrieving: layers whose attention level 2 replaces, in the model's order.
+            num_pool_blocks: blocks of each layer that level 2 reads; 0 where it never runs.
             counters: [len(DeviceCounter)], int64, added to.
-        """
-        return {
-            layer_name: HostLayer(host, self._staging, counters, pools.get(layer_name))
-            for layer_name, host in zip(self.host_layer_names, self.hosts)
-        }
-
-    def check_attached(self, layer_names: list[str]) -> None:
-        """Check that the layers that retrieve end with the host layers.
-
-        Args:
-            layer_names: layers whose attention level 2 replaces, in the model's order.
 
         Raises:
-            ValueError: the host layers are not the last of ``names``.
+            ValueError: the host layers are not the last of ``retrieving``.
         """
-        offloaded = self.host_layer_names
-        if layer_names[-len(offloaded) :] != offloaded:
+        names = self.host_layer_names
+        if retrieving[-len(names) :] != names:
             raise ValueError(
-                f"kv_offload_gib: layers {offloaded[0]!r} to {offloaded[-1]!r} lie in host memory, "
-                f"but level 2's last sparse layer is {layer_names[-1]!r}. Drop kv_offload_gib."
+                f"kv_offload_gib: layers {names[0]!r} to {names[-1]!r} lie in host memory, "
+                f"but level 2's last sparse layer is {retrieving[-1]!r}. Drop kv_offload_gib."
             )
+        pools: dict[str, torch.Tensor] = {}
+        if num_pool_blocks:
+            device = self._staging.device
+            with checked_allocation(
+                f"level 2's pool of {len(names)} layers in host memory",
+                len(names) * self._spec.page_size_bytes * num_pool_blocks,
+                device,
+                "lower max_speculating_seqs or retrieval_budget",
+            ):
+                pools = allocate_layers(names, self._spec, num_pool_blocks, self._layout, device)
+        return {
+            name: HostLayer(host, self._staging, counters, pools.get(name))
+            for name, host in zip(names, self.hosts)
+        }
 
 
 def _only_tensor(kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> KVCacheTensor:
@@ -177,3 +178,58 @@ def _subset(tensor: KVCacheTensor, layer_names: list[str]) -> KVCacheTensor:
     return replace(
         tensor, size=len(layer_names) * tensor.layer_stride, layers=layer_names, offset=0
     )
+
+
+class HostMemory:
+    """Zeroed host memory, pinned on a GPU for the lifetime of this object.
+
+    Memory is pinned by ``cudaHostRegister``, as in vLLM
+    (vllm/v1/simple_kv_offload/cuda_mem_ops.py). ``torch``'s pinned allocator would round up to a
+    power of two.
+
+    Raises:
+        MemoryError: too little memory is available, or it cannot be pinned.
+        RuntimeError: the device sees a copy of the memory.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        purpose = "the KV cache in host memory"
+        with checked_allocation(purpose, num_bytes, torch.device("cpu"), "lower kv_offload_gib"):
+            self._memory = torch.zeros(num_bytes, dtype=torch.int8)
+        self.view = self._memory
+        """[num_bytes], int8, as the device addresses it."""
+        if device.type == "cpu":
+            return
+        from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
+        from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
+
+        with checked_allocation(
+            purpose, num_bytes, device, "lower kv_offload_gib, or raise `ulimit -l`"
+        ):
+            pin_tensor(self._memory)
+            unpin = torch.cuda.cudart().cudaHostUnregister
+            weakref.finalize(self, unpin, self._memory.data_ptr())
+            self.view = get_accelerator_view_from_cpu_tensor(self._memory)
+        _check_alias(self._memory, self.view)
+
+
+def _check_alias(memory: torch.Tensor, view: torch.Tensor) -> None:
+    """Check that writes through either tensor are visible through the other.
+
+    Raises:
+        RuntimeError: ``view`` is a copy, as it silently is for memory that is not registered.
+    """
+    for index in (0, len(memory) - 1):
+        memory[index] = _SENTINEL
+        value = int(view[index].item())
+        view[index] = 0
+        if value != _SENTINEL or view[index].item() or memory[index]:  # item() synchronizes
+            raise RuntimeError(
+                "kv_offload_gib: the device does not see the host's memory, but a copy of it. "
+                "Check that memory can be pinned here (`ulimit -l`), or drop kv_offload_gib."
+            )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

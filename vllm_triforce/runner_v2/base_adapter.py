@@ -110,10 +110,9 @@ class PlainAdapterV2(BaseAdapterV2):
             self.target_layers,
             attention_class,
         )
-        offload.check_attached([layer.layer_name for layer in layers])
-        attention_class(
-            layers, builder, Recorder(), offload.make_host_layers({}, self._counts.sums)
-        )
+        names = [layer.layer_name for layer in layers]
+        host_layers = offload.host_layers(names, 0, self._counts.sums)
+        attention_class(layers, builder, Recorder(), host_layers)
 
     def warm_up(self) -> None:
         """Reset the counters, which vLLM's warm-up requests have moved."""

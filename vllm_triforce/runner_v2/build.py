@@ -38,7 +38,7 @@ from vllm_triforce.runner_v2.sources.source import SourcePartsV2
 from vllm_triforce.runner_v2.speculator import SpeculatorV2
 
 if TYPE_CHECKING:
-    from vllm_triforce.offload.cache import OffloadedCache
+    from vllm_triforce.offload.cache import HostLayer, OffloadedCache
 
 
 class LoadedModel(NamedTuple):
@@ -182,12 +182,10 @@ class SpeculatorPartsV2:
         """
         context, config = self.context, self.context.config
         sums = context.counters.sums
-        pools, host_layers = {}, {}
+        host_layers: dict[str, HostLayer] = {}
         if offload is not None:
-            offload.check_attached([layer.layer_name for layer in layers])
-            num_blocks = self.num_slots * config.table_width
-            pools = offload.allocate_pools(num_blocks, context.vllm_config, context.device)
-            host_layers = offload.make_host_layers(pools, sums)
+            names = [layer.layer_name for layer in layers]
+            host_layers = offload.host_layers(names, self.num_slots * config.table_width, sums)
         attention_class = platform_for(current_platform).retrieval()
         attention = attention_class(layers, builder, self.recorder, host_layers)
         selections = SelectionsV2(
@@ -200,13 +198,13 @@ class SpeculatorPartsV2:
             self.tables[next(i for i, g in enumerate(groups) if g.sparse_layer_names)],
         )
         pool = None
-        if pools:
-            from vllm_triforce.offload.pool import RetrievalPool
+        if host_layers:
+            from vllm_triforce.kernels.offload import RetrievalPool
 
             pool = RetrievalPool(
-                [layer.kv_cache for layer in layers if layer.layer_name in pools],
-                list(pools.values()),
-                len(layers) - len(pools),
+                [layer.host for layer in host_layers.values()],
+                [layer.pool for layer in host_layers.values() if layer.pool is not None],
+                len(layers) - len(host_layers),
                 selections.width,
                 attention.head_strides(),
                 selections.max_selected,

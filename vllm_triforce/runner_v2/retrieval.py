@@ -23,7 +23,7 @@ from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.runner_v2.slots import Slot
 
 if TYPE_CHECKING:
-    from vllm_triforce.offload.pool import RetrievalPool
+    from vllm_triforce.kernels.offload import RetrievalPool
 
 
 class DenseLayers:

@@ -1,28 +1,102 @@
-"""Refill of level 2's pool: copies of the blocks that it reads of layers in host memory."""
+"""Copies of KV blocks from host memory: of a layer for the full pass, and of chunks for level 2."""
 
 import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import counters as count
 from vllm_triforce.kernels import row_table as col
-from vllm_triforce.kernels.nan_guard import stored_type
+from vllm_triforce.kernels.nan_guard import NanScrubber, stored_type
+from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 
+# A few programs fill PCIe, and other kernels need the rest of the device.
+_NUM_PROGRAMS = 32
+_BLOCK = 4096
 _CHUNK = tl.constexpr(8)  # places compared with all selected blocks at a time
 _TOKENS = tl.constexpr(16)  # tokens copied at a time, in registers
 _NOTHING = tl.constexpr(-1)
 
 
-class PoolRefill:
-    """Copies the rows' blocks to the pool, where the pool does not hold them yet.
+def stage_blocks(
+    host: torch.Tensor,  # [num_blocks, ...], blocks contiguous and one after the other
+    staging: torch.Tensor,  # the same shape and strides, on the device; written
+    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
+    seq_lens: torch.Tensor,  # [num_reqs], int32, tokens that attention will read
+    block_size: int,
+    counters: torch.Tensor,  # [len(DeviceCounter)], int64, added to
+) -> None:
+    """Copy each request's blocks, up to its length, to the same block ids of the staging buffer.
 
-    A selected block stays in its place for as long as it is selected: level 2 reads selected blocks
-    in any order.
+    The device reads the lengths, so a CUDA graph may hold the launch.
+    """
+    page = host.stride(0)
+    # In words of 4 bytes, for any dtype of the cache.
+    size = page * host.element_size() // 4
+    _stage_blocks_kernel[(min(_NUM_PROGRAMS, tables.shape[1]),)](
+        _as_words(host),
+        _as_words(staging),
+        size,
+        tables,
+        tables.stride(0),
+        seq_lens,
+        min(len(tables), len(seq_lens)),
+        block_size,
+        counters,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(size)),
+    )
+
+
+def _as_words(cache: torch.Tensor) -> torch.Tensor:
+    """View the cache's memory from its first block on as int32."""
+    flat = cache.as_strided((cache.shape[0] * cache.stride(0),), (1,))
+    return flat.view(torch.int32)
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def _stage_blocks_kernel(
+    host_ptr,  # [num_blocks, page_size]
+    staging_ptr,  # [num_blocks, page_size], written
+    page_size,
+    tables_ptr,  # [num_reqs, table_stride]
+    table_stride,
+    seq_lens_ptr,  # [num_reqs]
+    num_reqs,
+    block_size,
+    counters_ptr,  # [num_counters], added to
+    BLOCK: tl.constexpr,
+):
+    first, step = tl.program_id(0), tl.num_programs(0)
+    staged_bytes = tl.zeros([], dtype=tl.int64)
+    total = tl.zeros([], dtype=tl.int32)
+    for row in range(0, num_reqs):
+        num_blocks = tl.cdiv(tl.load(seq_lens_ptr + row), block_size)
+        staged_bytes += num_blocks.to(tl.int64) * page_size * 4
+        # Programs take the blocks of all requests in turn, because a request may have only one.
+        for index in range((first + step - total % step) % step, num_blocks, step):
+            block = tl.load(tables_ptr + row * table_stride + index).to(tl.int64) * page_size
+            for start in range(0, page_size, BLOCK):
+                places = start + tl.arange(0, BLOCK)
+                mask = places < page_size
+                words = tl.load(host_ptr + block + places, mask=mask)
+                tl.store(staging_ptr + block + places, words, mask=mask)
+        total += num_blocks
+    if first == 0:
+        tl.atomic_add(counters_ptr + count.NUM_STAGED_BYTES, staged_bytes)
+
+
+class RetrievalPool:
+    """Level 2's blocks of the host layers: ``width`` blocks on the device for each slot and layer.
+
+    Each KV head has its own selected chunks, then the recent blocks and room for new tokens. A
+    slot's blocks never move, so block tables depend on the slot alone. A selected block stays in
+    its place for as long as it is selected: level 2 reads selected blocks in any order.
 
     Args:
-        hosts, pools: KV cache of each layer in host memory, [num_blocks, num_kv_heads, block_size,
-            size], and its pool, [num_slots * width, ...], with the same strides.
-        first_layer: index of the first of these layers among the layers that retrieve.
+        hosts: KV cache of each host layer, [num_blocks, num_kv_heads, block_size, size].
+        pools: one for each host layer, [num_slots * width, num_kv_heads, block_size, size], with
+            the same strides.
+        first_layer: index of the first host layer among the layers that retrieve.
+        width: blocks of a slot, selected ones and tail together.
         head_strides: strides of one-head block ids (``cache/one_head_blocks.py``).
         max_selected: selected blocks of a row and head at most.
         counters: [len(DeviceCounter)], int64, added to; it counts blocks of one head.
@@ -33,37 +107,51 @@ class PoolRefill:
         hosts: list[torch.Tensor],
         pools: list[torch.Tensor],
         first_layer: int,
-        num_slots: int,
+        width: int,
         head_strides: tuple[int, int],
         max_selected: int,
         counters: torch.Tensor,
+        rows: Rows,
     ) -> None:
-        num_kv_heads, width = hosts[0].shape[1], len(pools[0]) // num_slots
-        self._like = hosts[0]
-        self.hosts, self.pools = hosts, pools  # keeps the memory at these addresses alive
-        addresses = [[cache.data_ptr() for cache in caches] for caches in (hosts, pools)]
-        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=counters.device)
-        self.first_layer = first_layer
-        self.head_strides = head_strides
+        num_blocks, num_heads, block_size, _ = pools[0].shape
+        num_slots, device = num_blocks // width, counters.device
+        self.width = width
+        self.num_layers = len(pools)
+        self._rows, self._counters = rows, counters
+        self._first_layer = first_layer
+        self._head_strides = per_block, per_head = head_strides
         self._max_selected = max_selected
-        self._counters = counters
+        self._caches = hosts, pools  # keeps the memory at these addresses alive
+        addresses = [[cache.data_ptr() for cache in caches] for caches in self._caches]
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         # By slot, layer and head: the blocks that the pool holds, and those to copy there.
-        self._held = torch.full(
-            (num_slots, len(hosts), num_kv_heads, 2, width),
-            -1,
-            dtype=torch.int32,
-            device=counters.device,
+        held_shape = (num_slots, len(pools), num_heads, 2, width)
+        self._held = torch.full(held_shape, -1, dtype=torch.int32, device=device)
+        blocks = torch.arange(num_blocks, dtype=torch.int32, device=device)
+        self._block_tables = blocks.view(num_slots, width)
+        head_offsets = torch.arange(num_heads, dtype=torch.int32, device=device) * per_head
+        self._slot_tables = self._block_tables[:, None] * per_block + head_offsets[:, None]
+        """[num_slots, num_kv_heads, width], one-head blocks."""
+        self.tables = torch.zeros(
+            rows.max_rows * num_heads, width, dtype=torch.int32, device=device
         )
+        """[max_rows * num_kv_heads, width], one-head blocks of each row's slot, for any layer."""
+        num_tokens = rows.max_rows * (rows.gamma + 1)
+        self.slot_mapping = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        """[max_rows * (gamma + 1)], slots of level 2's tokens in the pool; -1 is padding."""
+        self._scrubber = NanScrubber(pools, block_size, device)
 
-    def __call__(self, rows: Rows, tables: torch.Tensor) -> None:
-        """Refill the pool for the rows of a proposal.
+    def begin(self, tables: torch.Tensor) -> None:
+        """Copy newly selected and newly written blocks at the beginning of a proposal.
 
         Args:
-            tables: [num_layers, max_rows * num_kv_heads, width], int32, the rows' sparse tables.
+            tables: [num_layers, max_rows * num_kv_heads, width], int32, one-head blocks of the KV
+                cache that the rows read.
         """
+        rows, like = self._rows, self._caches[0][0]
         _, num_layers, num_heads, _, width = self._held.shape
-        block_stride, _, token_stride, _ = self._like.stride()
-        tables = tables[self.first_layer :]
+        block_stride, _, token_stride, _ = like.stride()
+        tables = tables[self._first_layer :]
         grid = (num_layers, rows.num_rows, num_heads)
         context = rows.table, rows.stride, tables, tables.stride(0), self._held, width
         num_selected = triton.next_power_of_2(max(1, self._max_selected))
@@ -72,14 +160,23 @@ class PoolRefill:
             *context,
             self._addresses,
             self._counters,
-            *self.head_strides,
-            block_stride // self.head_strides[0],
+            *self._head_strides,
+            block_stride // self._head_strides[0],
             token_stride,
-            *self._like.shape[2:],
-            TYPE=stored_type(self._like.dtype),
-            SIZE=triton.next_power_of_2(self._like.shape[3]),
+            *like.shape[2:],
+            TYPE=stored_type(like.dtype),
+            SIZE=triton.next_power_of_2(like.shape[3]),
         )
         _note_exact_kernel[(rows.num_rows,)](rows.table, rows.stride)
+        row_tables = self.tables.view(rows.max_rows, num_heads, width)
+        torch.index_select(
+            self._slot_tables, 0, rows.column(RowColumn.SLOT), out=row_tables[: rows.num_rows]
+        )
+
+    def clean(self) -> None:
+        """Scrub NaN from flagged rows' blocks, before other requests get the slots."""
+        tables = self._block_tables[self._rows.column(RowColumn.SLOT).long()]
+        self._scrubber(self._rows, tables, None)
 
 
 @triton.jit
