@@ -9,9 +9,8 @@ from tests.contract.surface import Surface, calls, derives, does, has, offers, o
 CPU, FLASH = "v1/attention/backends/cpu_attn.py", "v1/attention/backends/flash_attn.py"
 TRITON, FLASHINFER = "v1/attention/backends/triton_attn.py", "v1/attention/backends/flashinfer.py"
 DENSE = "vllm_triforce/runner_v2/retrieval.py"
-OURS_CPU, OURS_GPU = "vllm_triforce/attention/cpu/retrieval.py", "vllm_triforce/attention/gpu/retrieval.py"
-DRAFT_CPU, BACKENDS = "vllm_triforce/attention/cpu/draft.py", "vllm_triforce/attention/platforms"
-IMPL_CPU, IMPL_GPU = "vllm_triforce/attention/cpu/impl.py", "vllm_triforce/attention/gpu/impl.py"
+OURS_CPU, OURS_GPU = "vllm_triforce/attention/cpu.py", "vllm_triforce/attention/gpu/retrieval.py"
+IMPL_GPU, BACKENDS = "vllm_triforce/attention/gpu/impl.py", "vllm_triforce/attention/platforms.py"
 BACKENDS_GPU = "vllm_triforce/attention/gpu/backends.py"
 KERNELS, PASS = "vllm_triforce/attention/gpu/paged_kernels.py", "vllm_triforce/core/model_pass.py"
 FORWARD = (
@@ -24,12 +23,12 @@ METADATA = "num_actual_tokens max_query_len query_start_loc max_seq_len seq_lens
 
 TABLE: list[Surface] = [
     # CPU.
-    overrides(CPU, "CPUAttentionBackendImpl.forward", FORWARD, IMPL_CPU),
-    overrides(CPU, "CPUAttentionMetadataBuilder.build", BUILD, DRAFT_CPU),
-    has(CPU, "CPUAttentionBackendImpl", "num_heads num_kv_heads head_size scale sliding_window alibi_slopes sinks kv_sharing_target_layer_name logits_soft_cap kv_cache_dtype", IMPL_CPU),
+    overrides(CPU, "CPUAttentionBackendImpl.forward", FORWARD, OURS_CPU),
+    overrides(CPU, "CPUAttentionMetadataBuilder.build", BUILD, OURS_CPU),
+    has(CPU, "CPUAttentionBackendImpl", "num_heads num_kv_heads head_size scale sliding_window alibi_slopes sinks kv_sharing_target_layer_name logits_soft_cap kv_cache_dtype", OURS_CPU),
     has(CPU, "CPUAttentionMetadata", METADATA + " scheduler_metadata", OURS_CPU),
     has(CPU, "CPUAttentionMetadataBuilder", "head_dim dtype isa kv_cache_dtype", OURS_CPU),
-    calls("_custom_ops.py", "cpu_attention_with_kv_cache", "query=, key_cache=, value_cache=, output=, query_start_loc=, seq_lens=, scale=, causal=, alibi_slopes=, sliding_window=, block_table=, softcap=, scheduler_metadata=, s_aux=, dynamic_causal=, k_scale=, v_scale=, kv_cache_dtype=", IMPL_CPU),
+    calls("_custom_ops.py", "cpu_attention_with_kv_cache", "query=, key_cache=, value_cache=, output=, query_start_loc=, seq_lens=, scale=, causal=, alibi_slopes=, sliding_window=, block_table=, softcap=, scheduler_metadata=, s_aux=, dynamic_causal=, k_scale=, v_scale=, kv_cache_dtype=", OURS_CPU),
     calls("_custom_ops.py", "cpu_attn_get_scheduler_metadata", "num_reqs=, num_heads=, num_kv_heads=, head_dim=, seq_lens=, dtype=, query_start_loc=, causal=, sliding_window_size=, isa=, enable_kv_split=, dynamic_causal=, kv_cache_dtype=", OURS_CPU),
     calls("_custom_ops.py", "cpu_attn_reshape_and_cache", "key, value, key_cache, value_cache, slot_mapping, isa, k_scale=, v_scale=, kv_cache_dtype=", OURS_CPU),
     offers("_custom_ops.py", "cpu_attention_with_kv_cache cpu_attn_get_scheduler_metadata cpu_attn_reshape_and_cache", OURS_CPU),
@@ -55,13 +54,13 @@ TABLE: list[Surface] = [
     has(FLASHINFER, "FlashInferImpl", "num_heads num_kv_heads head_size scale sliding_window window_left alibi_slopes sinks kv_sharing_target_layer_name logits_soft_cap kv_cache_dtype", IMPL_GPU),
     has(FLASHINFER, "FlashInferMetadata", "num_actual_tokens slot_mapping num_decodes num_decode_tokens num_prefills num_prefill_tokens", OURS_GPU),
     # Shared by all of them.
-    has("platforms/interface.py", "Platform", "device_name", f"{BACKENDS}/__init__.py"),
-    has("platforms/interface.py", "Platform", "is_cpu", f"{BACKENDS}/cpu.py"),
-    has("platforms/interface.py", "Platform", "is_cuda_alike", f"{BACKENDS}/gpu.py"),
+    has("platforms/interface.py", "Platform", "device_name", BACKENDS),
+    has("platforms/interface.py", "Platform", "is_cpu", BACKENDS),
+    has("platforms/interface.py", "Platform", "is_cuda_alike", BACKENDS),
     has("v1/attention/backend.py", "AttentionBackend", "supported_kv_cache_layouts get_supported_kernel_block_sizes get_impl_cls get_builder_cls get_name forward_includes_kv_cache_update", OURS_GPU),
     has("v1/attention/backend.py", "AttentionMetadataBuilder", "build build_for_cudagraph_capture get_cudagraph_support", OURS_GPU),
     has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal positions", DENSE),
-    has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal", DRAFT_CPU),
+    has("v1/attention/backend.py", "CommonAttentionMetadata", "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping causal", OURS_CPU),
     # Keys and values are written before attention reads, by an operation of its own.
     has("forward_context.py", "ForwardContext", "attn_metadata", "vllm_triforce/attention/base.py"),
     does("model_executor/layers/attention/attention.py", "unified_kv_cache_update", "get_attention_context( < attn_layer.impl.do_kv_cache_update(", "vllm_triforce/attention/base.py"),

@@ -39,7 +39,7 @@ class HostMemoryGuard(TorchDispatchMode):
         from triton.runtime.interpreter import GridExecutor
 
         from vllm_triforce.attention.base import RaggedRetrievalAttention
-        from vllm_triforce.attention.cpu.impl import RetrievalCPUAttentionImpl as Impl
+        from vllm_triforce.attention.cpu import RetrievalCPUAttentionImpl as Impl
 
         launch = GridExecutor.__call__
         summarise = RaggedRetrievalAttention.update_summaries

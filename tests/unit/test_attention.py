@@ -1,5 +1,5 @@
-"""Promise: each platform has its attention backend, found by its file, and loads no other's; level
-2 and the draft attend over what they are given, whoever computes it.
+"""Promise: each platform has its attention backend and loads no other's; level 2 and the draft
+attend over what they are given, whoever computes it.
 
 The matrix runs every backend in ``BACKENDS`` that fits this machine; one added is tested here.
 """

@@ -256,7 +256,7 @@ def test_no_fp8_cache_on_the_cpu_holds_a_nan(kv_cache_dtype, wrong):
     """vLLM's kernel stores the largest number in its place."""
     from vllm import _custom_ops as ops
 
-    from vllm_triforce.attention.cpu.impl import FP8
+    from vllm_triforce.attention.cpu import FP8
 
     cache = torch.zeros(1, 1, 64, 32, dtype=torch.uint8)
     keys, values = cache.chunk(2, dim=2)

@@ -64,10 +64,8 @@ FORBIDDEN = [
     *((place, ["vllm"]) for place in WITHOUT_VLLM),
     ("vllm_triforce/runner_v1/**/*.py", ["vllm_triforce.runner_v2"]),
     ("vllm_triforce/runner_v2/**/*.py", ["vllm_triforce.runner_v1"]),
-    ("vllm_triforce/attention/cpu/**/*.py", ["vllm_triforce.attention.gpu"]),
-    ("vllm_triforce/attention/platforms/cpu.py", ["vllm_triforce.attention.gpu"]),
+    ("vllm_triforce/attention/cpu.py", ["vllm_triforce.attention.gpu"]),
     ("vllm_triforce/attention/gpu/**/*.py", ["vllm_triforce.attention.cpu"]),
-    ("vllm_triforce/attention/platforms/gpu.py", ["vllm_triforce.attention.cpu"]),
     ("vllm_triforce/**/*.py", ["vllm_triforce_bench"]),
     ("vllm_triforce*/**/*.py", ["tests", "benchmarks", "tools", "examples"]),
     *(

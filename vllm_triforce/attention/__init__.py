@@ -1,6 +1,6 @@
 """Attention over the target's KV cache: dense at level 3, sparse at level 2.
 
-``base.py`` is the interface to the levels. ``platforms/`` has a file for each kind of platform,
-``cpu/`` and ``gpu/`` the attention of these two: each replaces a layer's implementation by a
-subclass of it. ``query_recorder.py`` keeps the queries of level 3 for the next selection.
+``base.py`` is the interface to the levels. ``platforms.py`` chooses ``cpu.py`` or ``gpu/``: each
+replaces a layer's implementation by a subclass of it. ``query_recorder.py`` keeps the queries of
+level 3 for the next selection.
 """

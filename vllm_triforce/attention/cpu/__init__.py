@@ -1,1 +1,0 @@
-"""Attention on vLLM's CPU backend (vllm/v1/attention/backends/cpu_attn.py)."""
