@@ -28,11 +28,9 @@ class KeyLayout:
         self.block_size = dim_of_offset.numel() // head_dim
         # Offsets sorted by dimension: raw[order] is [head_dim, block_size].
         self._order = torch.argsort(dim_of_offset, stable=True)
-        grid = dim_of_offset.view(-1)
         by_dim = torch.arange(head_dim).repeat_interleave(self.block_size)
-        by_token = torch.arange(head_dim).repeat(self.block_size)
-        self.is_transposed = torch.equal(grid, by_dim)  # [head_dim, block_size]
-        self.is_plain = torch.equal(grid, by_token)  # [block_size, head_dim]
+        self._is_transposed = torch.equal(dim_of_offset, by_dim)
+        """True if raw blocks are [head_dim, block_size] already."""
 
     @classmethod
     def probe(
@@ -79,9 +77,6 @@ class KeyLayout:
         Returns:
             [..., head_dim], float32.
         """
-        shape = raw.shape[:-1]
-        if self.is_plain:
-            return kind.reduce(raw.view(*shape, self.block_size, self.head_dim), -2)
-        if not self.is_transposed:
+        if not self._is_transposed:
             raw = raw[..., self._order]
-        return kind.reduce(raw.view(*shape, self.head_dim, self.block_size), -1)
+        return kind.reduce(raw.view(*raw.shape[:-1], self.head_dim, self.block_size), -1)

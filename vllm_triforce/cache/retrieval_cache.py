@@ -34,6 +34,8 @@ class Selection:
     """[num_layers, num_kv_heads, num_selected], ids of the first and the selected blocks."""
     tail_start: int
     """First logical block of the tail, which is the recent blocks and all later ones."""
+    full_blocks: np.ndarray
+    """Full blocks at the last refresh. A block table that differs shows a preemption."""
     age: int = 0
     """Full passes since the last refresh."""
     candidates: Candidates | None = None
@@ -42,13 +44,6 @@ class Selection:
     @property
     def num_selected(self) -> int:
         return self.blocks.shape[-1]
-
-
-@dataclass
-class _Request:
-    block_ids: np.ndarray
-    """Full blocks at the last refresh. A block table that differs shows a preemption."""
-    selection: Selection | None = None
 
 
 class RetrievalCache:
@@ -75,7 +70,7 @@ class RetrievalCache:
         self.block_size = block_size
         self.budget = budget
         self.refresh_interval = refresh_interval
-        self._requests: dict[str, _Request] = {}
+        self._selections: dict[str, Selection] = {}
         self._is_summarised = np.zeros(summaries.num_blocks, dtype=bool)
 
     def invalidate_summaries(self, block_ids: list[int]) -> None:
@@ -86,13 +81,13 @@ class RetrievalCache:
         self._is_summarised[block_ids] = False
 
     def release(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        self._selections.pop(request_id, None)
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._selections)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
+        return request_id in self._selections
 
     def selection(
         self,
@@ -103,26 +98,23 @@ class RetrievalCache:
     ) -> Selection:
         """Return the request's selection, refreshed when due; ``query`` is called only then."""
         num_full = num_computed_tokens // self.block_size
-        state = self._requests.get(request_id)
-        num_seen = 0 if state is None else len(state.block_ids)
-        is_preempted = num_seen > num_full or (
-            state is not None and not np.array_equal(state.block_ids, block_ids[:num_seen])
-        )
-        if state is None or is_preempted:
-            state = self._requests[request_id] = _Request(block_ids[:0].copy())
-        selection = state.selection
+        selection = self._selections.get(request_id)
         if selection is not None:
             selection.age += 1
+            num_seen = len(selection.full_blocks)
             is_due = selection.age >= self.refresh_interval
             if self.refresh_interval == 0:
                 is_due = num_full > num_seen
-            if not is_due:
+            is_preempted = num_seen > num_full or not np.array_equal(
+                selection.full_blocks, block_ids[:num_seen]
+            )
+            if not (is_due or is_preempted):
                 return selection
-        state.block_ids = block_ids[:num_full].copy()
+        full_blocks = block_ids[:num_full].copy()
         if self.policy.summaries:
-            self._summarise(state.block_ids)
-        state.selection = self._select(state.block_ids, query)
-        return state.selection
+            self._summarise(full_blocks)
+        selection = self._selections[request_id] = self._select(full_blocks, query)
+        return selection
 
     def _summarise(self, full_blocks: np.ndarray) -> None:
         newly_full = full_blocks[~self._is_summarised[full_blocks]]
@@ -138,7 +130,7 @@ class RetrievalCache:
         recent, budget = self.budget.recent, self.budget.of(num_full)
         if num_full <= budget:  # the whole context fits the budget
             head = ids[: max(0, num_full - recent)]
-            return Selection(head.expand(num_layers, num_kv_heads, -1), len(head))
+            return Selection(head.expand(num_layers, num_kv_heads, -1), len(head), full_blocks)
         # The partly filled last block comes after these recent blocks, in the tail.
         tail_start = num_full - recent
         candidates = ids[1:tail_start]
@@ -147,10 +139,11 @@ class RetrievalCache:
         if self.refresh_interval == 0:
             blocks = ids[: 1 + num_selected].expand(num_layers, num_kv_heads, -1)
             choice = Candidates(num_selected, candidates, summaries)
-            return Selection(blocks, tail_start, candidates=choice)
+            return Selection(blocks, tail_start, full_blocks, candidates=choice)
         chosen = self.policy.select(query(), summaries, num_kv_heads, len(candidates), num_selected)
         first = ids[:1].expand(num_layers, num_kv_heads, 1)
-        return Selection(torch.cat([first, candidates[chosen]], dim=-1), tail_start)
+        blocks = torch.cat([first, candidates[chosen]], dim=-1)
+        return Selection(blocks, tail_start, full_blocks)
 
     def block_table(
         self,

@@ -46,10 +46,6 @@ class ChunkSummaries:
         """By kind, [num_layers, num_kv_heads, num_blocks, head_dim]."""
         self._block_summaries = block_summaries
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(keys.numel() * keys.element_size() for keys in self.keys.values())
-
     def update(
         self,
         block_ids: torch.Tensor,  # [n], int64, full blocks
