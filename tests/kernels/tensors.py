@@ -6,9 +6,9 @@ import torch
 
 from tests.kernels.device import DEVICE
 from vllm_triforce.config.budget import RetrievalBudget
-from vllm_triforce.kernels.distributions import Distributions, LevelLogits, SamplingParameters
+from vllm_triforce.kernels.draw import Distributions, LevelLogits
 from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
-from vllm_triforce.kernels.rows import RowLimits, Rows
+from vllm_triforce.kernels.rows import RowLimits, Rows, SamplingParameters
 from vllm_triforce.metrics.counters import DeviceCounter
 
 VOCAB_SIZE = 100

@@ -10,7 +10,6 @@ from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.core.limits import room_for_proposal
 from vllm_triforce.kernels import counters as counter_places
 from vllm_triforce.kernels import row_table
-from vllm_triforce.kernels.distributions import SamplingParameters
 from vllm_triforce.kernels.pass_inputs import (
     PassInputs,
     WindowLayout,
@@ -32,7 +31,7 @@ from vllm_triforce.kernels.row_table import (
     StateColumn,
     stack_columns,
 )
-from vllm_triforce.kernels.rows import RowLimits, Rows
+from vllm_triforce.kernels.rows import RowLimits, Rows, SamplingParameters
 from vllm_triforce.metrics.counters import DeviceCounter
 
 BLOCK_SIZE = 16

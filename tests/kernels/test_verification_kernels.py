@@ -14,8 +14,7 @@ from tests.kernels.tensors import (
     new_counters,
     some_rows,
 )
-from vllm_triforce.kernels.distributions import LevelLogits
-from vllm_triforce.kernels.draw import ExponentialSampler, draw_drafts
+from vllm_triforce.kernels.draw import ExponentialSampler, LevelLogits, draw_drafts
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
 from vllm_triforce.kernels.row_table import RowColumn

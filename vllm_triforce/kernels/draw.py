@@ -15,11 +15,12 @@ vLLM gives a seed to requests without one, from numpy's generator. Its worker se
 by the engine's seed and its data-parallel index: replicas draw apart, ranks of one engine alike.
 """
 
+from dataclasses import dataclass
+
 import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import row_table as col
-from vllm_triforce.kernels.distributions import LevelLogits
 from vllm_triforce.kernels.rows import Rows, load_float, load_seed
 
 _BLOCK = 4096  # tokens of a program
@@ -33,6 +34,26 @@ DRAFT = tl.constexpr(0)
 RECOVER = tl.constexpr(1)
 ACCEPT = tl.constexpr(2)
 SYNTHETIC = tl.constexpr(3)  # level 3's test at given rates
+
+
+@dataclass
+class Distributions:
+    """Distributions over the vocabulary, as logits before the temperature and their logsumexp."""
+
+    logits: torch.Tensor  # [num_rows, num_places, vocab_size], masked by top-k, top-p and min-p
+    lse: torch.Tensor  # [num_rows, num_places], float32, logsumexp of logits / temperature
+
+
+@dataclass
+class LevelLogits:
+    """Logits of a level: of level 2's ``gamma + 1`` places, or of the place at which level 1 draws.
+
+    Level 1's have no dimension of places.
+    """
+
+    best: torch.Tensor  # [num_rows, num_places], int64, argmax
+    top: torch.Tensor  # [num_rows, num_places], the largest logit; NaN where any logit is NaN
+    distributions: Distributions | None  # None where all rows are greedy
 
 
 class ExponentialSampler:

@@ -5,6 +5,8 @@ They change the logits as vLLM's sampler changes those of the full pass
 vllm/v1/worker/gpu/sample/bad_words.py).
 """
 
+from collections.abc import Sequence
+
 import torch
 from vllm.triton_utils import tl, triton
 
@@ -14,33 +16,16 @@ from vllm_triforce.kernels.rows import Rows, load_float, store_float
 _BLOCK = tl.constexpr(4096)  # tokens of a program
 
 
-class LogitParams:
-    """Parameters of vLLM's ``apply_logit_bias`` by state, each [max_num_reqs], int32.
+def keep_parameters(
+    rows: Rows,  # columns from ``PROMPT_LEN`` on are written
+    parameters: Sequence[torch.Tensor],  # vLLM's, by state: five of ``out``, then those columns
+    out: torch.Tensor,  # [5, max_num_reqs], int32, written
+) -> None:
+    """Copy parameters of the rows' requests to fixed addresses, which graphs need.
 
-    vLLM's own move from buffer to buffer with each step (vllm/v1/worker/gpu/buffer_utils.py); these
-    have the fixed addresses that graphs need.
+    vLLM's own move from buffer to buffer with each step (vllm/v1/worker/gpu/buffer_utils.py).
     """
-
-    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
-        self._by_state = torch.zeros(5, max_num_reqs, dtype=torch.int32, device=device)
-        (
-            self.num_allowed_tokens,
-            self.num_biases,
-            self.min_len,
-            self.num_stop_tokens,
-            self.restores_stop_tokens,
-        ) = self._by_state
-
-    def keep(self, rows: Rows, *vllm_params: torch.Tensor) -> None:
-        """Copy the parameters of the rows' requests.
-
-        Args:
-            vllm_params: vLLM's tensors, by state: those of the fields above, and those from
-                ``PROMPT_LEN`` on in the row table.
-        """
-        _keep_kernel[(rows.num_rows,)](
-            rows.table, rows.stride, *vllm_params, self._by_state, self._by_state.shape[1]
-        )
+    _keep_kernel[(rows.num_rows,)](rows.table, rows.stride, *parameters, out, out.shape[1])
 
 
 @triton.jit

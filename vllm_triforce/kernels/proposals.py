@@ -11,7 +11,7 @@ from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import counters as count
 from vllm_triforce.kernels import row_table as col
-from vllm_triforce.kernels.distributions import Distributions
+from vllm_triforce.kernels.draw import Distributions
 from vllm_triforce.kernels.rows import Rows, disable_slot, load_float
 from vllm_triforce.kernels.synthetic import SyntheticTest
 

@@ -29,10 +29,8 @@ class KeyPointers:
         if len({(k.stride(), k.shape, k.dtype) for k in keys}) != 1:
             raise ValueError("the layers that retrieve have KV caches of different layouts")
         self.like = keys[0]
-        self.device = device = keys[0].device
-        self.pointers = torch.tensor(
-            [k.data_ptr() for k in keys], dtype=torch.uint64, device=device
-        )
+        device, addresses = keys[0].device, [k.data_ptr() for k in keys]
+        self.pointers = torch.tensor(addresses, dtype=torch.uint64, device=device)
         self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
         _, self.block_size, self.num_heads, self.head_dim = keys[0].shape
         self.strides = keys[0].stride()[:3]

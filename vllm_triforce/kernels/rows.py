@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,6 @@ from vllm.triton_utils import tl, triton
 
 from vllm_triforce.config.budget import CONTEXT_SHARE, RetrievalBudget
 from vllm_triforce.kernels import row_table as col
-from vllm_triforce.kernels.distributions import SamplingParameters
 from vllm_triforce.kernels.row_table import OutcomeColumn, RowColumn, SlotColumn, StateColumn
 
 _SHARE = tl.constexpr(CONTEXT_SHARE)
@@ -24,6 +23,18 @@ class RowLimits(NamedTuple):
     budget: RetrievalBudget
     width: int  # blocks, of the sparse block tables
     has_head: bool = False  # True if level 1's window has no sinks
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """vLLM's sampling parameters, each [max_num_reqs], by state
+    (vllm/v1/worker/gpu/sample/states.py)."""
+
+    temperature: torch.Tensor  # float32; 0 is greedy
+    seeds: torch.Tensor  # int64
+    top_k: torch.Tensor  # int32; the vocabulary's size for none
+    top_p: torch.Tensor  # float32; 1 for none
+    min_p: torch.Tensor  # float32; 0 for none
 
 
 class Rows:

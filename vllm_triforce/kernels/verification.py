@@ -10,11 +10,12 @@ from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import counters as count
 from vllm_triforce.kernels import row_table as col
-from vllm_triforce.kernels.distributions import Distributions, LevelLogits
 from vllm_triforce.kernels.draw import (
     ACCEPT,
     RECOVER,
+    Distributions,
     ExponentialSampler,
+    LevelLogits,
     draw_kernel,
     place_of_noise,
     sampled_token,

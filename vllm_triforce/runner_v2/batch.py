@@ -10,9 +10,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.messages import RequestPlan
-from vllm_triforce.kernels.distributions import SamplingParameters
 from vllm_triforce.kernels.draw import ExponentialSampler
-from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.rows import Rows, SamplingParameters
 from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.request_flags import Placeholders, RequestFlags

@@ -17,7 +17,7 @@ from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import HIERARCHICAL
-from vllm_triforce.kernels.distributions import SamplingParameters
+from vllm_triforce.kernels.rows import SamplingParameters
 from vllm_triforce.runner_v2.batch import BatchV2
 from vllm_triforce.runner_v2.build import SpeculatorPartsV2
 from vllm_triforce.runner_v2.sampling import SamplingV2

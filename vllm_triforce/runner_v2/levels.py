@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_triforce.kernels.distributions import Distributions, LevelLogits
+from vllm_triforce.kernels.draw import Distributions, LevelLogits
 from vllm_triforce.kernels.proposals import (
     DraftLogits,
     export_distributions,

@@ -13,7 +13,11 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
-from vllm_triforce.kernels.logits_processing import LogitParams, apply_penalties, forbid_bad_words
+from vllm_triforce.kernels.logits_processing import (
+    apply_penalties,
+    forbid_bad_words,
+    keep_parameters,
+)
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 
@@ -44,8 +48,9 @@ class LogitsProcessing:
         self._bias, self._penalties, self._bad_words = states
         self._req_states = req_states
         self._rows = rows
-        device = rows.row_metadata.device
-        self._params = LogitParams(len(self._bias.use_logit_bias), device)
+        shape = (5, len(self._bias.use_logit_bias))
+        self._bias_parameters = torch.zeros(shape, dtype=torch.int32, device=rows.table.device)
+        """[5, max_num_reqs], parameters of vLLM's ``apply_logit_bias`` by state."""
 
     def is_needed(self, states: np.ndarray) -> bool:
         """Return True if one of the requests has a processor.
@@ -62,19 +67,19 @@ class LogitsProcessing:
     def begin(self) -> None:
         """Read the parameters of the rows' requests, once a proposal."""
         bias, penalties = self._bias, self._penalties
-        self._params.keep(
-            self._rows,
-            bias.num_allowed_token_ids.gpu,
-            bias.num_logit_bias.gpu,
-            bias.min_lens.gpu,
-            bias.num_stop_token_ids.gpu,
-            bias.restore_when_all_masked.gpu,
-            self._req_states.prompt_len.gpu,
-            self._bad_words.num_bad_words.gpu,
-            penalties.repetition_penalty.gpu,
-            penalties.frequency_penalty.gpu,
-            penalties.presence_penalty.gpu,
+        parameters = (
+            bias.num_allowed_token_ids,
+            bias.num_logit_bias,
+            bias.min_lens,
+            bias.num_stop_token_ids,
+            bias.restore_when_all_masked,
+            self._req_states.prompt_len,
+            self._bad_words.num_bad_words,
+            penalties.repetition_penalty,
+            penalties.frequency_penalty,
+            penalties.presence_penalty,
         )
+        keep_parameters(self._rows, [each.gpu for each in parameters], self._bias_parameters)
 
     def apply(
         self,
@@ -106,7 +111,8 @@ class LogitsProcessing:
 
     def _add_biases(self, logits: torch.Tensor, query_len: int, first_place: int) -> None:
         """Apply biases, allowed tokens and ``min_tokens``, to a graph's padding rows too."""
-        rows, params, state = self._rows, self._params, self._bias
+        rows, state = self._rows, self._bias
+        num_allowed, num_biases, min_len, num_stop, restores = self._bias_parameters
         newest = rows.computed[: rows.num_rows] + rows.length[: rows.num_rows]
         offsets = torch.arange(
             first_place, first_place + query_len, dtype=torch.int64, device=logits.device
@@ -115,14 +121,14 @@ class LogitsProcessing:
             logits,
             rows.column(RowColumn.STATE).repeat_interleave(query_len, output_size=len(logits)),
             (newest[:, None] + offsets).flatten(),
-            params.num_allowed_tokens,
+            num_allowed,
             state.allowed_token_ids.gpu,
-            params.num_biases,
+            num_biases,
             state.logit_bias_token_ids.gpu,
             state.logit_bias.gpu,
-            params.min_len,
-            params.num_stop_tokens,
-            params.restores_stop_tokens,
+            min_len,
+            num_stop,
+            restores,
             state.stop_token_ids.gpu,
             check_all_masked_rows=True,
         )

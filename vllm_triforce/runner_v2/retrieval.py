@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.core.level2_model import Level2Model
-from vllm_triforce.kernels.distributions import Distributions, LevelLogits
+from vllm_triforce.kernels.draw import Distributions, LevelLogits
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.row_table import Refresh

@@ -12,8 +12,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_triforce.attention.base import DraftAttention
 from vllm_triforce.cache.streaming import StreamingCache
 from vllm_triforce.core.draft_cache import private_cache
-from vllm_triforce.kernels.distributions import Distributions, LevelLogits
-from vllm_triforce.kernels.draw import draw_drafts
+from vllm_triforce.kernels.draw import Distributions, LevelLogits, draw_drafts
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import (
     PassInputs,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_triforce.kernels.distributions import Distributions
+from vllm_triforce.kernels.draw import Distributions
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
 from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
