@@ -289,7 +289,7 @@ def test_proposals_are_handed_up_in_the_batchs_order(is_direct):
     rows.length.copy_(integers([6, 0, 2, 0, 0]))
     tokens = integers([[PAD_TOKEN] * 6] * 4, torch.int64)
     handed_up, counters = (
-        DraftLogits.allocate(torch.zeros(5, 6, 1, device=DEVICE), 8),
+        DraftLogits(torch.zeros(5, 6, 1, device=DEVICE), 8),
         new_counters(),
     )
     proposed = handed_up.num_proposed.fill_(9)

@@ -76,7 +76,7 @@ def test_tokens_are_those_of_a_table_of_all_requests(seed, block):
         torch.randint(4, (MAX_REQS,), generator=draw)
     ].to(DEVICE)
     seeds = torch.arange(MAX_REQS, dtype=torch.int64, device=DEVICE) * 7919 + seed
-    handed_up = DraftLogits.allocate(some(NUM_SLOTS, PLACES, VOCAB), MAX_REQS)
+    handed_up = DraftLogits(some(NUM_SLOTS, PLACES, VOCAB), MAX_REQS)
     by_state = torch.full((MAX_REQS, PLACES, VOCAB), torch.nan, device=DEVICE)
     proposed = [0] * MAX_REQS
     # More have had a slot than there are: the earlier owners' distributions are gone.

@@ -302,7 +302,7 @@ def test_blocks_of_a_row_with_nan_are_scrubbed(dtype, whole):
 @pytest.mark.parametrize("certain", [[0, 0, 0], [1, 1, 0]])
 @pytest.mark.parametrize("vocab_size", [19, 5000])
 def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
-    handed_up = DraftLogits.allocate(torch.full((5, 6, vocab_size), -3.0, device=DEVICE), 9)
+    handed_up = DraftLogits(torch.full((5, 6, vocab_size), -3.0, device=DEVICE), 9)
     target = some_logits(3, 3, vocab_size, seed=8).to(DEVICE)
     rows = some_rows(
         3,
@@ -326,7 +326,7 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
 
 def test_looked_up_tokens_are_exported_as_one_hot():
     """Rows of prompt lookup have no logits."""
-    handed_up = DraftLogits.allocate(torch.full((3, 4, 5000), -3.0, device=DEVICE), 9)
+    handed_up = DraftLogits(torch.full((3, 4, 5000), -3.0, device=DEVICE), 9)
     rows = some_rows(2, gamma=2, num_speculative_tokens=4, length=[3, 2], num_emitted=[2, 2])
     rows.proposal[:2] = integers([[7, 8, 4999, 7], [1, 1, 1, 1]], torch.int64)
     rows.row_metadata[:2, RowColumn.SLOT] = integers([2, 0])

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_triforce.cache.retrieval_cache import Candidates
 from vllm_triforce.selection import SelectionPolicy, Summary
@@ -40,25 +41,19 @@ class PassSelection:
         self._num_kv_heads = num_kv_heads
         self._batch_rows = list(candidates)
         by_row = list(candidates.values())
-        num_selected = torch.tensor([c.num_selected for c in by_row])
-        self._max_selected = int(num_selected.max())
-        is_kept = torch.arange(self._max_selected) >= num_selected[:, None]
-        self._is_kept = is_kept[:, None] if bool(is_kept.any()) else None
+        self._max_selected = max(c.num_selected for c in by_row)
+        self._is_kept = _places_from([c.num_selected for c in by_row])
         """[num_rows, 1, max_selected], True for blocks of a row's tail; None where rows select
         equally many. A budget is a share of each row's context."""
         self._max_chunks = max(len(c.block_ids) for c in by_row)
+        self._is_padded = _places_from([len(c.block_ids) for c in by_row])
+        """[num_rows, 1, max_chunks]; None where rows have equally many candidates."""
         self._summaries = _stack([c.summaries for c in by_row], self._max_chunks)
         """By kind, [num_layers, num_rows, num_kv_heads, max_chunks, head_dim]."""
-        num_chunks = torch.tensor([len(c.block_ids) for c in by_row])
-        is_padded = torch.arange(self._max_chunks) >= num_chunks[:, None]
-        self._is_padded = is_padded[:, None] if bool(is_padded.any()) else None
-        """[num_rows, 1, max_chunks]; None where rows have equally many candidates."""
-        block_ids = torch.zeros(len(by_row), 1, self._max_chunks, dtype=torch.int32)
-        for row, candidate in enumerate(by_row):
-            block_ids[row, 0, : len(candidate.block_ids)] = candidate.block_ids
+        block_ids = pad_sequence([c.block_ids for c in by_row], batch_first=True).int()
         per_block, per_head = head_strides
-        heads = torch.arange(self._num_kv_heads, dtype=torch.int32)[:, None]
-        self._one_head_ids = block_ids * per_block + heads * per_head
+        heads = torch.arange(num_kv_heads, dtype=torch.int32)[:, None]
+        self._one_head_ids = block_ids[:, None] * per_block + heads * per_head
         """[num_rows, num_kv_heads, max_chunks], int32."""
         self._selected_at: dict[int, int] = {}
         """Tokens of a row's proposal at its last selection."""
@@ -135,6 +130,13 @@ class PassSelection:
     def _of_present(self, by_row: torch.Tensor) -> torch.Tensor:
         """Take the rows of the requests that select in this pass."""
         return by_row if self._present is None else by_row[self._present]
+
+
+def _places_from(counts: list[int]) -> torch.Tensor | None:  # [num_rows, 1, max(counts)], bool
+    """Return True for places from each row's count on; None where all counts are equal."""
+    if len(set(counts)) == 1:
+        return None
+    return (torch.arange(max(counts)) >= torch.tensor(counts)[:, None])[:, None]
 
 
 def _stack(

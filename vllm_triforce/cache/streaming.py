@@ -41,11 +41,14 @@ class StreamingWindow:
         if window_len > self.capacity or num_tokens <= self._start:
             self._start = max(self.num_sink_tokens, num_tokens - self.num_recent_tokens)
         window = np.concatenate([token_ids[: self.num_sink_tokens], token_ids[self._start :]])
-        num_shared = min(len(window) - 1, len(self._cached))
-        mismatches = np.flatnonzero(window[:num_shared] != self._cached[:num_shared])
-        num_kept = int(mismatches[0]) if len(mismatches) else num_shared
+        num_kept = self._num_shared(window, min(len(window) - 1, len(self._cached)))
         self._cached = window
         return num_kept, window[num_kept:]
+
+    def _num_shared(self, window: np.ndarray, limit: int) -> int:
+        """Count the first tokens that the window and the cache share, at most ``limit``."""
+        mismatches = np.flatnonzero(window[:limit] != self._cached[:limit])
+        return int(mismatches[0]) if len(mismatches) else limit
 
     def num_uncached_tokens(self, num_tokens: int) -> int:
         """Count the tokens that ``advance()`` would feed if no cached token is rejected."""
@@ -100,8 +103,7 @@ class StateWindow(StreamingWindow):
         num_kept = min(self._num_stated, len(window) - 1) if start == self._start else 0
         if num_computed != self._num_computed:
             num_kept = min(num_kept, self._num_confirmed)
-        mismatches = np.flatnonzero(window[:num_kept] != self._cached[:num_kept])
-        num_kept = int(mismatches[0]) if len(mismatches) else num_kept
+        num_kept = self._num_shared(window, num_kept)
         self._start, self._cached, self._num_computed = start, window, num_computed
         self._num_stated = len(window)
         self._num_confirmed = max(0, num_computed + 1 - start)

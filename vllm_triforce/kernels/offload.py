@@ -6,7 +6,7 @@ from vllm.triton_utils import tl, triton
 from vllm_triforce.kernels import counters as count
 from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.nan_guard import NanScrubber, stored_type
-from vllm_triforce.kernels.row_table import RowColumn
+from vllm_triforce.kernels.row_table import RowColumn, SlotColumn
 from vllm_triforce.kernels.rows import Rows
 
 # A few programs fill PCIe, and other kernels need the rest of the device.
@@ -167,11 +167,11 @@ class RetrievalPool:
             TYPE=stored_type(like.dtype),
             SIZE=triton.next_power_of_2(like.shape[3]),
         )
-        _note_exact_kernel[(rows.num_rows,)](rows.table, rows.stride)
+        slots = rows.column(RowColumn.SLOT).long()
+        num_exact = rows.table[:, SlotColumn.NUM_EXACT]
+        num_exact.index_copy_(0, slots, rows.computed[: rows.num_rows])
         row_tables = self.tables.view(rows.max_rows, num_heads, width)
-        torch.index_select(
-            self._slot_tables, 0, rows.column(RowColumn.SLOT), out=row_tables[: rows.num_rows]
-        )
+        torch.index_select(self._slot_tables, 0, slots, out=row_tables[: rows.num_rows])
 
     def clean(self) -> None:
         """Scrub NaN from flagged rows' blocks, before other requests get the slots."""
@@ -297,10 +297,3 @@ def _refill_pool_kernel(
     tl.atomic_add(counters_ptr + count.NUM_POOL_HITS, (num_used - num_copied).to(tl.int64))
     num_bytes = num_copied * block_size * token_size * (TYPE.primitive_bitwidth // 8)
     tl.atomic_add(counters_ptr + count.NUM_POOL_BYTES, num_bytes.to(tl.int64))
-
-
-@triton.jit
-def _note_exact_kernel(rows_ptr, row_stride):
-    row_ptr = rows_ptr + tl.program_id(0) * row_stride
-    slot = tl.load(row_ptr + col.SLOT)
-    tl.store(rows_ptr + slot * row_stride + col.NUM_EXACT, tl.load(row_ptr + col.COMPUTED))

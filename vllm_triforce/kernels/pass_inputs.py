@@ -167,13 +167,8 @@ def _window_inputs_kernel(
     j = tl.arange(0, PADDED_LEN)
     mask = j < query_len
     out = row * query_len + j
-    if row >= tl.load(table_ptr + col.NUM_ROWS):
-        tl.store(input_ids_ptr + out, 0, mask=mask)
-        tl.store(positions_ptr + out, 0, mask=mask)
-        tl.store(slot_mapping_ptr + out, -1, mask=mask)
-        tl.store(seq_lens_ptr + row, query_len)
-        return
     row_ptr = table_ptr + row * row_stride
+    is_used = row < tl.load(table_ptr + col.NUM_ROWS)
     state = tl.load(row_ptr + col.STATE).to(tl.int64)
     start = tl.load(row_ptr + col.WINDOW_START)
     computed = tl.load(row_ptr + col.COMPUTED)
@@ -181,7 +176,7 @@ def _window_inputs_kernel(
     index = newest - query_len + 1 + j
     position = tl.where(index < num_sinks, index, num_sinks + index - start)
     in_window = (index >= 0) & ((index < num_sinks) | (index >= start)) & (position < capacity)
-    in_window = in_window & mask
+    in_window = in_window & mask & is_used
     token = token_at(
         all_token_ids_ptr,
         state * token_stride,
@@ -194,7 +189,8 @@ def _window_inputs_kernel(
     tl.store(positions_ptr + out, tl.where(in_window, position, 0).to(tl.int64), mask=mask)
     tl.store(slot_mapping_ptr + out, tl.where(in_window, place, -1), mask=mask)
     seq_len = tl.where(newest < num_sinks, newest, num_sinks + newest - start) + 1
-    tl.store(seq_lens_ptr + row, tl.minimum(tl.maximum(seq_len, query_len), capacity))
+    seq_len = tl.minimum(tl.maximum(seq_len, query_len), capacity)
+    tl.store(seq_lens_ptr + row, tl.where(is_used, seq_len, query_len))
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -210,18 +206,14 @@ def _draft_inputs_kernel(
     tokens_per_slot,
 ):
     row = tl.program_id(0)
-    if row >= tl.load(table_ptr + col.NUM_ROWS):
-        tl.store(input_ids_ptr + row, 0)
-        tl.store(positions_ptr + row, 0)
-        tl.store(slot_mapping_ptr + row, -1)
-        tl.store(seq_lens_ptr + row, 1)
-        return
     row_ptr = table_ptr + row * row_stride
+    is_used = row < tl.load(table_ptr + col.NUM_ROWS)
     position = tl.load(seq_lens_ptr + row)
-    fits = position < capacity
-    position = tl.minimum(position, capacity - 1)
+    fits = is_used & (position < capacity)
+    position = tl.where(is_used, tl.minimum(position, capacity - 1), 0)
     place = (tl.load(row_ptr + col.SLOT) * tokens_per_slot + position).to(tl.int64)
-    tl.store(input_ids_ptr + row, tl.load(row_ptr + col.DRAFTED + step - 1))
+    draft = tl.load(row_ptr + col.DRAFTED + step - 1, mask=is_used, other=0)
+    tl.store(input_ids_ptr + row, draft)
     tl.store(positions_ptr + row, position.to(tl.int64))
     tl.store(slot_mapping_ptr + row, tl.where(fits, place, -1))
     tl.store(seq_lens_ptr + row, position + 1)

@@ -21,27 +21,25 @@ _BLOCK = tl.constexpr(4096)
 _TEST_BLOCK = tl.constexpr(1024)
 
 
-@dataclass
 class DraftLogits:
-    """Distributions of the proposals that level 3's test has yet to read."""
+    """Distributions of the proposals that level 3's test has yet to read; at first there are none.
 
-    logits: torch.Tensor
-    """[num_slots, num_speculative_tokens, vocab_size], level 2's, by slot."""
-    index: torch.Tensor
-    """[2 * max_num_reqs + num_slots], int32, the three tables below, one after the other."""
-    num_proposed: torch.Tensor  # [max_num_reqs], by state
-    slot_of_state: torch.Tensor  # [max_num_reqs]
-    state_of_slot: torch.Tensor  # [num_slots]; -1 for none
-    synthetic: SyntheticTest | None = None
-    """Acceptance at given rates, for benchmarks."""
+    Args:
+        logits: [num_slots, num_speculative_tokens, vocab_size], level 2's, by slot.
+        synthetic: acceptance at given rates, for benchmarks.
+    """
 
-    @classmethod
-    def allocate(cls, logits: torch.Tensor, max_num_reqs: int) -> "DraftLogits":
-        """Allocate the tables by state and slot, without any proposal."""
+    def __init__(
+        self, logits: torch.Tensor, max_num_reqs: int, synthetic: SyntheticTest | None = None
+    ) -> None:
+        self.logits = logits
         sizes = max_num_reqs, max_num_reqs, len(logits)
-        index = torch.zeros(sum(sizes), dtype=torch.int32, device=logits.device)
-        num_proposed, slot_of_state, state_of_slot = index.split(sizes)
-        return cls(logits, index, num_proposed, slot_of_state, state_of_slot.fill_(-1))
+        self.index = torch.zeros(sum(sizes), dtype=torch.int32, device=logits.device)
+        """The three tables below, one after the other."""
+        self.num_proposed, self.slot_of_state, self.state_of_slot = self.index.split(sizes)
+        """[max_num_reqs], [max_num_reqs] and [num_slots]; the last is -1 for slots without."""
+        self.state_of_slot.fill_(-1)
+        self.synthetic = synthetic
 
 
 def extend_proposals(

@@ -1,6 +1,5 @@
 """Build TriForce's speculator for Model Runner V2."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -141,7 +140,7 @@ class SpeculatorPartsV2:
         shape = (self.num_slots, config.num_speculative_tokens, vocab_size)
         logits = torch.zeros(shape, dtype=self.context.logits_dtype, device=self.context.device)
         level1 = None if config.levels == "2,3" else sources[config.sources[0]]
-        draft_logits = DraftLogits.allocate(logits, scheduler_config.max_num_seqs)
+        synthetic = None
         rates = self.context.vllm_config.speculative_config.synthetic_acceptance_rates
         if rates is not None:
             synthetic = SyntheticTest(
@@ -150,7 +149,7 @@ class SpeculatorPartsV2:
                 self.num_slots + scheduler_config.max_num_seqs,
                 self.context.device,
             )
-            draft_logits = replace(draft_logits, synthetic=synthetic)
+        draft_logits = DraftLogits(logits, scheduler_config.max_num_seqs, synthetic)
         return SpeculatorV2(
             LevelParts(self.context, level1, level2, self.slots, draft_logits), sources
         )
