@@ -92,7 +92,13 @@ def platform_for(platform: Platform) -> type[AttentionPlatform]:
     Raises:
         ValueError: none fits, or several do, or a class does not name its platforms.
     """
-    names = [name for backend in BACKENDS.values() for name in _platforms_of(backend)]
+    for backend in BACKENDS.values():
+        names = getattr(backend, "platforms", None)
+        if not names or not isinstance(names, tuple):
+            raise ValueError(
+                f"{backend.__module__}.{backend.__qualname__} has platforms = {names!r}: give it "
+                "the names of its platforms as a tuple, such as ('CUDA',)"
+            )
     fitting = [backend for backend in BACKENDS.values() if backend.fits(platform)]
     candidates = [
         backend
@@ -107,23 +113,8 @@ def platform_for(platform: Platform) -> type[AttentionPlatform]:
             f"{' and '.join(repr(backend.name) for backend in candidates)}; let fits() of one say "
             "no, or make one a subclass of the other"
         )
-    *others, last = sorted(names)
+    *others, last = sorted(name for backend in BACKENDS.values() for name in backend.platforms)
     raise ValueError(
         f"TriForce has no sparse attention for platform {platform.device_name!r} yet; use vLLM on "
         f"{', '.join(others)} or {last}, or another speculative method"
     )
-
-
-def _platforms_of(backend: type[AttentionPlatform]) -> tuple[str, ...]:
-    """Return the names of a backend's platforms.
-
-    Raises:
-        ValueError: they are missing, or are no tuple.
-    """
-    names = getattr(backend, "platforms", None)
-    if not names or not isinstance(names, tuple):
-        raise ValueError(
-            f"{backend.__module__}.{backend.__qualname__} has platforms = {names!r}: give it the "
-            "names of its platforms as a tuple, such as ('CUDA',)"
-        )
-    return names
