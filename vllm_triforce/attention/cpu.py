@@ -21,7 +21,7 @@ from vllm_triforce.attention.base import (
     replace_impl,
 )
 from vllm_triforce.attention.query_recorder import Recorder
-from vllm_triforce.cache.key_layout import KeyLayout
+from vllm_triforce.cache.key_layout import probe_key_order
 from vllm_triforce.cache.summaries import BlockSummaries
 from vllm_triforce.selection import Summary
 
@@ -152,7 +152,8 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         first = layers[0]
         self._group = first.num_heads // first.num_kv_heads
         self._has_sinks = first.impl.sinks is not None
-        self._layout: KeyLayout | None = None
+        self._key_order: torch.Tensor | None = None
+        """[head_dim, block_size], places of a raw block's keys; None until the first summary."""
 
     @staticmethod
     def can_retrieve(layer) -> bool:
@@ -229,17 +230,25 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
     ) -> torch.Tensor:  # [n, num_kv_heads, head_dim]
         kv_cache = layer.kv_cache
         num_blocks, num_kv_heads, block_size, width = kv_cache.shape
-        if self._layout is None:
-            self._layout = self._probe_layout(layer)
+        if self._key_order is None:
+            self._key_order = self._probe_key_order(layer)
+            places = torch.arange(self._key_order.numel()).view_as(self._key_order)
+            self._is_transposed = torch.equal(self._key_order, places)
         flat = kv_cache.view(num_blocks, num_kv_heads, 2, block_size * width // 2)
         keys = flat[block_ids, :, 0]
         fp8 = FP8.get(layer.impl.kv_cache_dtype)
-        if fp8 is None:
-            return self._layout.summarize(keys, kind)
-        return self._layout.summarize(keys.view(fp8).float(), kind) * layer._k_scale_float
+        if fp8 is not None:
+            keys = keys.view(fp8).float()
+        # [n, num_kv_heads, head_dim, block_size]
+        if self._is_transposed:  # as ``vec`` stores them: no copy
+            keys = keys.unflatten(-1, self._key_order.shape)
+        else:
+            keys = keys[..., self._key_order]
+        summaries = kind.reduce(keys, -1)
+        return summaries if fp8 is None else summaries * layer._k_scale_float
 
-    def _probe_layout(self, layer) -> KeyLayout:
-        """Find the key layout: the kernel writes a block of given keys into a scratch cache."""
+    def _probe_key_order(self, layer) -> torch.Tensor:
+        """Let the kernel write blocks of given keys into a scratch cache."""
         _, _, block_size, width = layer.kv_cache.shape
         head_dim, cache_dtype = width // 2, layer.kv_cache.dtype
         fp8 = FP8.get(layer.impl.kv_cache_dtype)
@@ -261,7 +270,7 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
             return key_cache if fp8 is None else key_cache.contiguous().view(fp8).float()
 
         key_dtype = cache_dtype if fp8 is None else self._builder.dtype
-        return KeyLayout.probe(write_block, block_size, head_dim, key_dtype, fp8 is not None)
+        return probe_key_order(write_block, block_size, head_dim, key_dtype, fp8 is not None)
 
 
 class CPUDraftAttention(DraftAttention):

@@ -4,15 +4,19 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_triforce.selection import Summary
-
 # Integers below these are exact in bfloat16 (8 bits of significand) and in fp8_e5m2 (3 bits).
 _CODES = 256
 _FP8_CODES = 8
 
 
-class KeyLayout:
-    """Reads blocks of keys in the order in which the attention kernel stores them.
+def probe_key_order(
+    write_block: Callable[[torch.Tensor], torch.Tensor],
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    is_fp8: bool = False,
+) -> torch.Tensor:  # [head_dim, block_size], int64
+    """Find where a block has the numbers of each head dimension, by writing and reading one block.
 
     vLLM's CPU kernels store the keys of a block transposed (``vec``), or packed in pairs for
     matrix units (``amx``). A mean along the wrong axis would silently lower acceptance, so the
@@ -20,63 +24,26 @@ class KeyLayout:
     raw.
 
     Args:
-        dim_of_offset: [block_size * head_dim], the head dimension at each raw offset.
+        write_block: stores keys [block_size, 1, head_dim] by the kernel and returns the raw block,
+            block_size * head_dim numbers in any shape.
+        dtype: type of the keys that ``write_block`` takes.
+        is_fp8: True if the kernel stores keys as fp8 with a scale of 1.
+
+    Raises:
+        RuntimeError: the stored block is not a permutation of the keys.
     """
-
-    def __init__(self, dim_of_offset: torch.Tensor, head_dim: int) -> None:
-        self.head_dim = head_dim
-        self.block_size = dim_of_offset.numel() // head_dim
-        # Offsets sorted by dimension: raw[order] is [head_dim, block_size].
-        self._order = torch.argsort(dim_of_offset, stable=True)
-        by_dim = torch.arange(head_dim).repeat_interleave(self.block_size)
-        self._is_transposed = torch.equal(dim_of_offset, by_dim)
-        """True if raw blocks are [head_dim, block_size] already."""
-
-    @classmethod
-    def probe(
-        cls,
-        write_block: Callable[[torch.Tensor], torch.Tensor],
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        is_fp8: bool = False,
-    ) -> "KeyLayout":
-        """Find the layout by writing and reading back one block.
-
-        Args:
-            write_block: stores keys [block_size, 1, head_dim] by the kernel and returns the raw
-                block, block_size * head_dim numbers in any shape.
-            dtype: type of the keys that ``write_block`` takes.
-            is_fp8: True if the kernel stores keys as fp8 with a scale of 1.
-
-        Raises:
-            RuntimeError: the stored block is not a permutation of the keys.
-        """
-        dims = torch.arange(head_dim)
-        base, weight = _FP8_CODES if is_fp8 else _CODES, 1
-        dim_of_offset = torch.zeros(block_size * head_dim, dtype=torch.int64)
-        while weight < head_dim:
-            codes = dims // weight % base
-            keys = codes.to(dtype).expand(block_size, 1, head_dim).contiguous()
-            dim_of_offset += weight * write_block(keys).reshape(-1).to(torch.int64)
-            weight *= base
-        counts = torch.bincount(dim_of_offset.clamp(0, head_dim), minlength=head_dim + 1)
-        if counts[head_dim] or not bool((counts[:head_dim] == block_size).all()):
-            raise RuntimeError(
-                f"the attention kernel stores blocks of {block_size} keys of {head_dim} numbers "
-                "in a way that TriForce cannot read; use another attention backend"
-            )
-        return cls(dim_of_offset, head_dim)
-
-    def summarize(self, raw: torch.Tensor, kind: Summary) -> torch.Tensor:
-        """Summarize the keys of each block.
-
-        Args:
-            raw: [..., block_size * head_dim], raw key blocks.
-
-        Returns:
-            [..., head_dim], float32.
-        """
-        if not self._is_transposed:
-            raw = raw[..., self._order]
-        return kind.reduce(raw.view(*raw.shape[:-1], self.head_dim, self.block_size), -1)
+    dims = torch.arange(head_dim)
+    base, weight = _FP8_CODES if is_fp8 else _CODES, 1
+    dim_of_offset = torch.zeros(block_size * head_dim, dtype=torch.int64)
+    while weight < head_dim:
+        codes = dims // weight % base
+        keys = codes.to(dtype).expand(block_size, 1, head_dim).contiguous()
+        dim_of_offset += weight * write_block(keys).reshape(-1).to(torch.int64)
+        weight *= base
+    counts = torch.bincount(dim_of_offset.clamp(0, head_dim), minlength=head_dim + 1)
+    if counts[head_dim] or not bool((counts[:head_dim] == block_size).all()):
+        raise RuntimeError(
+            f"the attention kernel stores blocks of {block_size} keys of {head_dim} numbers "
+            "in a way that TriForce cannot read; use another attention backend"
+        )
+    return torch.argsort(dim_of_offset, stable=True).view(head_dim, block_size)

@@ -52,7 +52,7 @@ class PassSelection:
         """By kind, [num_layers, num_rows, num_kv_heads, max_chunks, head_dim]."""
         block_ids = pad_sequence([c.block_ids for c in by_row], batch_first=True).int()
         per_block, per_head = head_strides
-        heads = torch.arange(num_kv_heads, dtype=torch.int32)[:, None]
+        heads = torch.arange(num_kv_heads, dtype=torch.int32, device=block_ids.device)[:, None]
         self._one_head_ids = block_ids[:, None] * per_block + heads * per_head
         """[num_rows, num_kv_heads, max_chunks], int32."""
         self._selected_at: dict[int, int] = {}
