@@ -33,7 +33,7 @@ class FixedDecisions:
 
     ignores_steps = True
 
-    def on_step_end(self, step) -> None:
+    def on_step_end(self, *step) -> None:
         """It learns nothing."""
 
     def release(self, request_id) -> None:

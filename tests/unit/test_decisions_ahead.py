@@ -9,7 +9,7 @@ from tests.unit.worlds import DRAFT, SOURCES
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import Candidate, Choice, Controller, CostModel
 from vllm_triforce.controller.acceptance import Rate
-from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
+from vllm_triforce.controller.async_controller import AsyncController, Outcome
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import HIERARCHICAL
 
@@ -63,8 +63,7 @@ def end_step(made: AsyncController, number: int, plan: dict) -> None:
     outcomes = {}
     for name, (choice, rounds) in plan.items():
         outcomes[name] = Outcome(*[choice.num_tokens] * 3, rounds, 2, 0)
-    seen = StepSeen(number, [1], [100_000], True, 0.02, outcomes, is_comparable=False)
-    made.on_step_end(seen)
+    made.on_step_end(number, outcomes, {}, None)
 
 
 def test_a_decision_that_holds_is_for_those_that_are_still_there():

@@ -141,7 +141,7 @@ def test_nothing_is_planned_for_disabled_requests():
 def test_decisions_begin_with_measurements(monkeypatch, accepted):
     """Padding that the full pass accepts beside a shorter proposal counts for nothing."""
     seen, before = [], {}
-    monkeypatch.setattr(AsyncController, "on_step_end", lambda self, step: seen.append(step))
+    monkeypatch.setattr(AsyncController, "on_step_end", lambda self, *step: seen.append(step))
     limits = dict(max_model_len=4096, max_num_batched_tokens=4096, is_asynchronous=True)
     its = scheduler(250, None, min_context=None, adaptive=True, **limits)
     add(its, "one", [5] * 2000)
@@ -157,11 +157,11 @@ def test_decisions_begin_with_measurements(monkeypatch, accepted):
         (plan,) = plans(its, accepted=accepted, make_report=report)
         assert bool(plan) == (number > 2)
         before = plan
-    last = seen[-1]
-    (outcome,) = last.outcomes.values()
-    proposed = last.tokens[0] - 2
+    _, outcomes, _, time = seen[-1]
+    (outcome,) = outcomes.values()
+    proposed = time.tokens[0] - 2
     expected = Outcome(proposed, proposed, min(accepted, proposed), outcome.num_rounds, 3, 1)
-    assert outcome == expected and last.is_comparable
+    assert outcome == expected and time.num_drafts == proposed + 1
 
 
 def test_a_report_goes_with_the_output_of_the_step_after():

@@ -6,7 +6,7 @@ first pass, and of the pass that verifies them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from vllm_triforce.controller.acceptance import ROUND_PRIOR
 from vllm_triforce.controller.controller import Controller, Planned
@@ -37,31 +37,6 @@ class Outcome:
     num_rounds: int = 0
     level1_accepted: int = 0
     level1_rejected: int = 0
-
-
-@dataclass
-class StepSeen:
-    """A step that has ended.
-
-    Args:
-        number: of ``AsyncController.decide()``.
-        tokens: of each request, verified in its full pass.
-        contexts: of each request.
-        is_greedy: True if all requests are.
-        seconds: since the output of the step before.
-        outcomes: by request, of the proposals that it verified.
-        proposing_seconds: of these proposals on the device, by route.
-        is_comparable: True if the step before had the same requests, and no prompt is read.
-    """
-
-    number: int
-    tokens: list[int]
-    contexts: list[int]
-    is_greedy: bool
-    seconds: float
-    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
-    proposing_seconds: Mapping[str, float] = field(default_factory=dict)
-    is_comparable: bool = True
 
 
 @dataclass
@@ -267,52 +242,54 @@ class AsyncController:
         backoff = self.controller.backoff
         return backoff.is_resting and not backoff.wants_times and not self._pending
 
-    def on_step_end(self, step: StepSeen) -> None:
-        """Learn from a step's output; it verified the proposals after the step before."""
-        pending = self._pending.pop(step.number - 1, None)
-        for number in [n for n in self._pending if n < step.number]:
-            for request_id in self._pending.pop(number).plan:  # of a step without an output
+    def on_step_end(
+        self,
+        number: int,
+        outcomes: Mapping[str, Outcome],
+        proposing_seconds: Mapping[str, float],
+        time: StepTime | None,
+    ) -> None:
+        """Learn from the output of a step, which verified the proposals after the step before.
+
+        Args:
+            number: of ``decide()``.
+            outcomes: by request, of the proposals that it verified.
+            proposing_seconds: of these proposals on the device, by route.
+            time: of the step; None if it compares with no other.
+        """
+        pending = self._pending.pop(number - 1, None)
+        for earlier in [n for n in self._pending if n < number]:
+            for request_id in self._pending.pop(earlier).plan:  # of a step without an output
                 self.controller.outcome_lost(request_id)
         if pending is not None:
-            self._learn_seconds(pending, step)
+            self._learn_seconds(pending, outcomes, proposing_seconds)
             for request_id, (choice, _) in pending.plan.items():
-                if request_id not in step.outcomes:
+                if request_id not in outcomes:
                     self.controller.outcome_lost(request_id)
                 elif request_id in self._alive:
-                    self._learn(request_id, step.outcomes[request_id], choice)
-        if self.controller.measured is None or not step.is_comparable or not step.tokens:
-            return
-        num_drafts = sum(step.tokens) - len(step.tokens)
-        if num_drafts and not step.outcomes:
-            return  # the report was lost
-        num_accepted = sum(outcome.num_accepted for outcome in step.outcomes.values())
-        self.controller.observe_step(
-            StepTime(
-                step.is_greedy,
-                step.tokens,
-                step.contexts,
-                step.seconds,
-                num_drafts,
-                num_accepted=num_accepted,
-                num_verifying=sum(o.num_verified > 0 for o in step.outcomes.values()),
-                has_seed=pending is not None and pending.has_seed,
-            ),
-            None if pending is None else pending.planned,
-        )
+                    self._learn(request_id, outcomes[request_id], choice)
+        if time is not None and (outcomes or not time.num_drafts):  # else the report was lost
+            time.has_seed = pending is not None and pending.has_seed
+            self.controller.observe_step(time, None if pending is None else pending.planned)
 
-    def _learn_seconds(self, pending: _Pending, step: StepSeen) -> None:
+    def _learn_seconds(
+        self,
+        pending: _Pending,
+        outcomes: Mapping[str, Outcome],
+        proposing_seconds: Mapping[str, float],
+    ) -> None:
         """Learn how long rounds and passes of the draft took on the device."""
         if (costs := self.controller.measured) is None:
             return
-        for route, taken_s in step.proposing_seconds.items():
+        for route, taken_s in proposing_seconds.items():
             request_ids = [
                 request_id
                 for request_id, (choice, _) in pending.plan.items()
-                if choice.route == route and request_id in step.outcomes
+                if choice.route == route and request_id in outcomes
             ]
             if not request_ids or pending.untypical.intersection(request_ids):
                 continue
-            if route == HIERARCHICAL and LEVEL2_ALONE not in step.proposing_seconds:
+            if route == HIERARCHICAL and LEVEL2_ALONE not in proposing_seconds:
                 num_rounds = max(pending.plan[request_id][1] for request_id in request_ids)
                 context = sum(pending.contexts[request_id] for request_id in request_ids) / len(
                     request_ids

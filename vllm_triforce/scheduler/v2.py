@@ -12,7 +12,7 @@ The report also names requests whose logits had a NaN; they get no further plans
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -20,8 +20,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.config import read_config
 from vllm_triforce.config.draft_sources import MODEL_SOURCE, SOURCES
-from vllm_triforce.controller import Candidate, Controller, CostModel
-from vllm_triforce.controller.async_controller import AsyncController, Outcome, StepSeen
+from vllm_triforce.controller import Candidate, Controller, CostModel, StepTime
+from vllm_triforce.controller.async_controller import AsyncController, Outcome
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.limits import is_greedy, proposal_limit
 from vllm_triforce.core.messages import (
@@ -233,17 +233,14 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
                 drafts = scheduler_output.scheduled_spec_decode_tokens
                 outcomes = _outcomes(report, drafts, model_runner_output)
                 seconds = report.seconds
-            step = self._step_seen(scheduler_output, plan.number, outcomes, seconds)
-            self.decisions.on_step_end(step)
+            time = self._step_time(scheduler_output, outcomes.values())
+            self.decisions.on_step_end(plan.number, outcomes, seconds, time)
 
-    def _step_seen(
-        self,
-        scheduler_output,
-        number: int,
-        outcomes: dict[str, Outcome],
-        proposing_seconds: Mapping[str, float],
-    ) -> StepSeen:
-        """Describe a step, whose output has just arrived, to the controller."""
+    def _step_time(self, scheduler_output, outcomes: Collection[Outcome]) -> StepTime | None:
+        """Return the time of a step, whose output has just arrived.
+
+        None if the step before had other requests, or one of this step's reads its prompt.
+        """
         scheduled = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
         cached = scheduler_output.scheduled_cached_reqs
@@ -252,17 +249,17 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
         tokens = [scheduled[request_id] for request_id in cached.req_ids]
         decodes = [1 + len(drafts.get(request_id, ())) for request_id in cached.req_ids]
         alive = [request for request in map(self.requests.get, cached.req_ids) if request]
-        return StepSeen(
-            number,
+        is_same = last_ids == scheduled.keys() == set(cached.req_ids)
+        if not is_same or tokens != decodes or len(alive) < len(tokens):
+            return None
+        return StepTime(
+            all(is_greedy(request.sampling_params) for request in alive),
             tokens,
             cached.num_computed_tokens,
-            all(is_greedy(request.sampling_params) for request in alive),
-            self._last_time - last_time if last_ids else 0.0,
-            outcomes,
-            proposing_seconds,
-            is_comparable=last_ids == scheduled.keys() == set(cached.req_ids)
-            and tokens == decodes
-            and len(alive) == len(tokens),
+            self._last_time - last_time,
+            sum(tokens) - len(tokens),
+            num_accepted=sum(outcome.num_accepted for outcome in outcomes),
+            num_verifying=sum(outcome.num_verified > 0 for outcome in outcomes),
         )
 
 
