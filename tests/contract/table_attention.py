@@ -64,7 +64,7 @@ TABLE: list[Surface] = [
     # Keys and values are written before attention reads, by an operation of its own.
     has("forward_context.py", "ForwardContext", "attn_metadata", "vllm_triforce/attention/base.py"),
     does("model_executor/layers/attention/attention.py", "unified_kv_cache_update", "get_attention_context( < attn_layer.impl.do_kv_cache_update(", "vllm_triforce/attention/base.py"),
-    has("model_executor/layers/attention/attention.py", "Attention", "impl kv_cache num_heads num_kv_heads head_size get_attn_backend get_kv_cache_spec", "vllm_triforce/core/draft_cache.py"),
+    has("model_executor/layers/attention/attention.py", "Attention", "impl kv_cache num_heads num_kv_heads head_size get_attn_backend get_kv_cache_spec", "vllm_triforce/core/models.py"),
     derives("model_executor/layers/attention/attention.py", "Attention", "AttentionLayerBase", "vllm_triforce/core/kv_groups.py"),
     calls("v1/attention/backend.py", "AttentionMetadataBuilder.build", "common_prefix_len, common_attn_metadata", DENSE),
     calls("forward_context.py", "set_forward_context", "attn_metadata, vllm_config, num_tokens=, slot_mapping=", PASS),

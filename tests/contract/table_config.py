@@ -15,8 +15,8 @@ CHECK_OFFLOAD = "vllm_triforce/config/checks.py"
 MIXIN = "vllm_triforce/worker/gpu.py"
 BUDGET = "vllm_triforce/runner_v1/thinking_budget.py"
 
-COPY, COPY_CONFIG = "vllm_triforce/core/level2_model.py", "vllm_triforce/config/level2.py"
-LAYERS = "vllm_triforce/core/own_layers.py"
+COPY, COPY_CONFIG = "vllm_triforce/core/models.py", "vllm_triforce/config/level2.py"
+LAYERS = "vllm_triforce/core/models.py"
 
 REQUEST = "vllm_triforce/config/request_args.py"
 

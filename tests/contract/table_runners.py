@@ -7,7 +7,7 @@
 from tests.contract.surface import Surface, calls, derives, does, has, overrides
 
 MIXIN, BUILD = "vllm_triforce/worker/gpu.py", "vllm_triforce/core/kv_groups.py"
-CACHE, PASS = "vllm_triforce/core/draft_cache.py", "vllm_triforce/core/model_pass.py"
+CACHE, PASS = "vllm_triforce/core/models.py", "vllm_triforce/core/model_pass.py"
 V1, V2 = "vllm_triforce/runner_v1/runner.py", "vllm_triforce/runner_v2/runner.py"
 OURS2 = "vllm_triforce/runner_v2/base_adapter.py"
 OFF, HANDED = "vllm_triforce/runner_v1/plain_steps.py", "vllm_triforce/runner_v2/reports.py"
@@ -17,7 +17,7 @@ OFFLOAD = "vllm_triforce/offload/cache.py"
 WORKER, CPU_WORKER = "v1/worker/gpu_worker.py", "v1/worker/cpu_worker.py"
 RUNNER = "v1/worker/gpu_model_runner.py"
 BASE = "v1/spec_decode/llm_base_proposer.py"
-FACTS = "vllm_triforce/runner_v2/request_flags.py"
+FACTS = "vllm_triforce/runner_v2/batch.py"
 REJECTION2 = "vllm_triforce/runner_v2/rejection.py"
 ADAPTERS2 = "vllm_triforce/runner_v2/adapters.py"
 LORA_MIXIN, LORA2 = "v1/worker/lora_model_runner_mixin.py", "v1/worker/gpu/lora_utils.py"
@@ -117,10 +117,10 @@ RUNNER_V1: list[Surface] = [
     has("sampling_params.py", "SamplingParams", "max_tokens min_p seed", V1),
 ]
 
-HEAD, STATES2 = "vllm_triforce/core/head.py", "vllm_triforce/runner_v2/hidden_states.py"
+HEAD, STATES2 = "vllm_triforce/core/models.py", "vllm_triforce/runner_v2/hidden_states.py"
 EAGLE, EAGLE3 = "v1/worker/gpu/spec_decode/eagle/utils.py", "model_executor/models/llama_eagle3.py"
 HEADS: list[Surface] = [
-    calls(EAGLE, "load_eagle_model", "target_model, vllm_config", HEAD),
+    calls(EAGLE, "load_eagle_model", "target_model, vllm_config", V1),
     has("model_executor/models/interfaces.py", "SupportsEagle3", "set_aux_hidden_state_layers", HEAD),
     has(EAGLE3, "Eagle3LlamaForCausalLM", "combine_hidden_states compute_logits", HEAD),
     overrides(EAGLE3, "Eagle3LlamaForCausalLM.forward", "self, input_ids, positions, hidden_states, inputs_embeds=", HEAD),
@@ -313,7 +313,7 @@ RUNNER_V2: list[Surface] = [
     does("v1/engine/output_processor.py", "OutputProcessor.process_outputs", "req_state.spec_decode_metrics = < req_state.detokenizer.update(", STATS),
     does("v1/core/sched/async_scheduler.py", "AsyncScheduler._update_after_schedule", "super()._update_after_schedule( < request.spec_token_ids =", "vllm_triforce/scheduler/v2.py"),
     does("v1/core/sched/scheduler.py", "Scheduler.schedule", "SchedulerOutput( < self._update_after_schedule(", "vllm_triforce/scheduler/v2.py"),
-    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", "vllm_triforce/runner_v2/levels.py"),
+    calls("utils/torch_utils.py", "async_tensor_h2d", "data, device=", "vllm_triforce/runner_v2/speculator.py"),
     calls("v1/worker/gpu/attn_utils.py", "get_varlen_cudagraph_unsupported_backend", "attn_groups, vllm_config, max_query_len, checked_layer_names=", "vllm_triforce/runner_v2/decode_graphs.py"),
     has("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", "_init_candidates", "vllm_triforce/runner_v2/decode_graphs.py"),
     calls("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager.dispatch", "num_reqs, num_tokens, uniform_token_count, num_active_loras", "vllm_triforce/runner_v2/decode_graphs.py"),

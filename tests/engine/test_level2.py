@@ -8,7 +8,7 @@ from tests.generation import generate
 from tests.inside import attention_layers_of, built, worker_of
 from tests.models import held_out_tokens, make_llama
 from vllm_triforce.config import TriForceConfig
-from vllm_triforce.core.draft_cache import private_cache
+from vllm_triforce.core.models import private_cache
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel, allocate_summaries
 from vllm_triforce.selection import Summary

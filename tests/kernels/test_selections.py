@@ -11,7 +11,7 @@ from vllm_triforce.config import TriForceConfig
 from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.runner_v2 import selections
-from vllm_triforce.runner_v2.slots import Slots
+from vllm_triforce.runner_v2.batch import Slots
 
 BLOCK, WIDTH, NUM_KV_HEADS, NUM_LAYERS, HEAD_DIM = 16, 200, 2, 1, 8
 

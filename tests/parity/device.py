@@ -173,18 +173,18 @@ class _Inside:
     @contextmanager
     def disturbed(self, llm, kind: str, *how):
         from tests.parity.disturbing import replaced
-        from vllm_triforce.runner_v2 import levels
+        from vllm_triforce.runner_v2 import speculator
 
         if kind == "nan":
             with self._with_nan(llm, *how) as said:
                 yield said
         elif kind == "sharpened":
-            exact = levels.export_distributions
+            exact = speculator.export_distributions
 
             def sharpened(handed_up, rows, target, *rest):
                 exact(handed_up, rows, None if target is None else target * 5, *rest)
 
-            with replaced(levels, "export_distributions", sharpened):
+            with replaced(speculator, "export_distributions", sharpened):
                 yield {}
         else:
             raise ValueError(kind)
@@ -192,7 +192,8 @@ class _Inside:
     @contextmanager
     def _with_nan(self, llm, level: int, at_pass: int, together: int):
         from tests.parity.disturbing import Poison, are_finite, replaced, watch
-        from vllm_triforce.core.disabled_requests import logger
+        from vllm_triforce.controller.routes import HIERARCHICAL
+        from vllm_triforce.core.limits import logger
 
         speculator, rows = built(llm).speculator, built(llm).rows
         # Level 1's last is that of a single token.
@@ -211,9 +212,10 @@ class _Inside:
         proposed: list[tuple[list[str], set[str]]] = []
         released: list[tuple[str, bool]] = []
 
-        def propose(batch, draft_tokens):
-            proposed.append((list(batch.request_ids), set(adapter.plan.proposing)))
-            return original_propose(batch, draft_tokens)
+        def propose(route, batch, draft_tokens):
+            if route == HIERARCHICAL:
+                proposed.append((list(batch.request_ids), set(adapter.plan.proposing)))
+            return original_propose(route, batch, draft_tokens)
 
         def release(name: str):
             released.append((name, adapter.plan is not None and name in adapter.plan.disabled))

@@ -46,7 +46,7 @@ class Host:
 
     @contextmanager
     def _with_nan(self, llm, level: int, at_pass: int, together: int):
-        from vllm_triforce.core.disabled_requests import logger
+        from vllm_triforce.core.limits import logger
 
         speculator = built(llm).speculator
         speculator.disabled_requests.has_warned = False

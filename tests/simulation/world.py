@@ -12,7 +12,8 @@ import torch
 
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import HIERARCHICAL
-from vllm_triforce.runner_v2 import calibration
+from vllm_triforce.core import calibration
+from vllm_triforce.runner_v2.calibration import CalibrationV2
 
 # Sizes of vLLM's CUDA graphs, in tokens: a pass computes as many as the graph that it fits.
 _GRAPHS = [1, 2, 4, *range(8, 513, 8)]
@@ -114,7 +115,7 @@ class Machine:
             count = num_tokens // length
             clock.now += self.full_pass([length] * count, [context_len] * count)
 
-        def propose(batch, draft_tokens, route=HIERARCHICAL) -> None:
+        def propose(route, batch, draft_tokens) -> None:
             contexts = [batch.context] * batch.rows
             clock.now += self.proposing(route, contexts, batch.rounds, config.gamma)
             clock.now += self.selection * batch.context * batch.rows * (route == HIERARCHICAL)
@@ -132,23 +133,21 @@ class Machine:
             count_full_pass=lambda *_: None,
             end=lambda *_: None,
             propose=propose,
-            propose_directly=lambda route, batch, tokens: propose(batch, tokens, route),
             keeps_window=lambda route: route == "draft_model",
         )
-        calibrating = calibration.CalibrationV2(
-            config,
-            dummy_run,
-            triforce,
-            batches,
-            max_context,
-            max_reqs,
-            max_tokens=8192,
-            num_kv_tokens=500_000,
-        )
         timer = SimpleNamespace(perf_counter=lambda: clock.now)
-        synchronize = patch.object(calibration.CalibrationV2, "_synchronize", lambda self: None)
+        synchronize = patch.object(torch.accelerator, "synchronize", lambda: None)
         with patch.object(calibration, "time", timer), synchronize:
-            return calibrating.run()
+            return CalibrationV2(
+                config,
+                dummy_run,
+                triforce,
+                batches,
+                max_context,
+                max_reqs,
+                max_tokens=8192,
+                num_kv_tokens=500_000,
+            ).run()
 
 
 # An H200 with an 8B model of grouped heads, as measured (docs/results.md): steps of 6.5 and 9.2 ms

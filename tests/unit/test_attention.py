@@ -143,7 +143,7 @@ class Case:
     def __init__(self, vllm_config, geometry) -> None:
         from vllm.config import set_current_vllm_config
 
-        from vllm_triforce.core.draft_cache import private_cache
+        from vllm_triforce.core.models import private_cache
 
         torch.manual_seed(sum(geometry))
         self.num_heads, self.heads, self.dim = geometry

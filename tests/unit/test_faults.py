@@ -12,7 +12,7 @@ from tests.models import make_architecture, make_head, make_llama, make_mimo
 from tests.refusals import engine_config
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.config.check_draft import check_head
-from vllm_triforce.core.draft_cache import loading_draft
+from vllm_triforce.core.models import loading_draft
 from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows
 from vllm_triforce.runner_v1.verification import verify
 

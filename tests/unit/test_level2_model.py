@@ -67,7 +67,7 @@ def test_the_compile_key_names_the_states_that_a_head_reads(tmp_path):
     """They are outputs of the copy's graph; another head may come to the same folder."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_triforce.core.level2_model import copy_config
+    from vllm_triforce.core.models import copy_config
     from vllm_triforce.plugin import register
 
     register()

@@ -247,7 +247,7 @@ BY_HAND = {
         f"config.{name}"
         for name in ("dtype", "max_model_len", "quantization", "quantization_config")
     },
-    "core/level2_model.py": {
+    "core/models.py": {
         "config.cache_config",
         "config.compilation_config.pass_config",
         "config.compilation_config.pass_config.fuse_attn_quant",
@@ -256,8 +256,6 @@ BY_HAND = {
         "config.model_config",
         "config.quant_config",
         "model.get_submodule(parent)",  # of the copy
-    },
-    "core/own_layers.py": {  # of a copy
         "config.compilation_config",
         "config.compilation_config.static_all_moe_layers",
         "config.compilation_config.static_forward_context",

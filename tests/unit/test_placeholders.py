@@ -10,7 +10,7 @@ from tests.refusals import refused
 from vllm_triforce.config.checks import _check_pass_size
 from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN_ROUTE
 from vllm_triforce.runner_v1.levels import LevelsV1
-from vllm_triforce.runner_v2.request_flags import Placeholders
+from vllm_triforce.runner_v2.batch import Placeholders
 from vllm_triforce.runner_v2.runner import Routes
 
 

@@ -4,7 +4,11 @@ On Runner V2 lengths are on the device, where ``kernels/rows.py`` applies the ru
 ``room_for_proposal()``.
 """
 
+from vllm.logger import init_logger
+
 from vllm_triforce.config.request_args import request_limit
+
+logger = init_logger("vllm.triforce")
 
 # Same as _SAMPLING_EPS in vllm/v1/sample/sampler.py.
 GREEDY_EPSILON = 1e-5
@@ -60,3 +64,36 @@ def room_for_proposal(
     if num_computed < min_context:
         return 0
     return min(max_tokens, num_reserved - num_computed, max_len - 2 - num_computed)
+
+
+class DisabledRequests(set[str]):
+    """Ids of requests that are no longer speculated on because a level's logits had a NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_warned = False
+        self.num_disabled = 0
+        """Number of requests disabled since the engine started."""
+
+    def disable(self, request_id: str, level: str) -> None:
+        """Disable a request.
+
+        Args:
+            level: level with the NaN, as a possessive for the log: ``level 2's``.
+        """
+        if request_id not in self:
+            self.add(request_id)
+            self.num_disabled += 1
+            self.warn(request_id, level)
+
+    def warn(self, request_id: str, level: str) -> None:
+        """Log a warning for the first request."""
+        if not self.has_warned:
+            self.has_warned = True
+            logger.warning(
+                "NaN in %s logits for request %s: it is decoded without speculation, its output is "
+                "not affected. Further requests are counted (vllm:triforce_nan_requests_total), "
+                "not logged; check the model's weights and dtype.",
+                level,
+                request_id,
+            )

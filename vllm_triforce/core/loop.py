@@ -34,8 +34,8 @@ def propose(levels: "Levels", observer: "Observer") -> None:
 class Levels(Protocol):
     """Levels 1 and 2 of one batch.
 
-    ``runner_v1/levels.py`` has ragged rows, ``runner_v2/levels.py`` fixed shapes. Each runner has
-    its own types of rows, drafts, logits and results, which the loop only passes on.
+    ``runner_v1/levels.py`` has ragged rows, ``runner_v2/speculator.py`` fixed shapes. Each runner
+    has its own types of rows, drafts, logits and results, which the loop only passes on.
     """
 
     def begin(self) -> None:

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_triforce.cache.allocation import checked_allocation
-from vllm_triforce.core.draft_cache import allocate_layers
+from vllm_triforce.core.models import allocate_layers
 from vllm_triforce.kernels.offload import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.offload.placement import Placement

@@ -1,12 +1,11 @@
-"""Measures Runner V1's passes at start-up, for the cost model (``controller/cost_model.py``).
+"""Measures Runner V1's passes at start-up (``core/calibration.py``).
 
 The passes are real ones over the KV cache, which has just been allocated and is still empty.
 """
 
 import statistics
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,17 +16,19 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
+from vllm_triforce.core.calibration import (
+    NO_CONTEXT,
+    PassTimer,
+    Points,
+    measure_draft,
+    measure_full_passes,
+)
 from vllm_triforce.core.model_pass import PassInput, run_model, target_inputs
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sampling import SamplingRows, token_distribution
 from vllm_triforce.runner_v1.sources.source import DraftSource
 from vllm_triforce.runner_v1.speculator import SpeculatorV1
-
-# Tokens of context at which attention takes next to no time.
-_NO_CONTEXT = 16
-# Batch sizes of the full passes.
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -58,79 +59,71 @@ _LONGEST_PASS = 0.1
 _PROBED_CONTEXT = 2048
 # Share of the longest pass's seconds that a pass of one token takes, about.
 _ONE_TOKEN = 0.35
+# Batch size of a full pass, and of logits that are sampled.
+_MAX_ROWS, _SAMPLED_ROWS = 128, 32
+# Passes of the draft in a proposal.
+_NUM_DRAFTS = 4
 
 
+@dataclass
 class Calibration:
     """Runs and times the passes.
 
     Args:
-        attn_groups: vLLM's attention groups per KV cache group.
+        runner: vLLM's.
         block_sizes: tokens per block of each KV cache group.
         before_full_pass: called with request ids and the tokens of each (``AdapterSwitch``).
     """
 
-    def __init__(
-        self,
-        speculator: SpeculatorV1,
-        config: ResolvedConfig,
-        target,
-        vllm_config,
-        attn_groups,
-        block_sizes: list[int],
-        num_blocks: int,
-        device: torch.device,
-        before_full_pass: Callable[[list[str], list[int]], None] | None = None,
-    ) -> None:
-        self._speculator = speculator
-        level2 = speculator.level2
+    speculator: SpeculatorV1
+    config: ResolvedConfig
+    target: Any
+    runner: Any
+    block_sizes: list[int]
+    num_blocks: int
+    before_full_pass: Callable[[list[str], list[int]], None] | None = None
+
+    def __post_init__(self) -> None:
+        level2 = self.speculator.level2
         self._retrieval = level2 if isinstance(level2, RetrievalLevel) else None
-        self._before_full_pass = before_full_pass
-        self._target = target
-        self._vllm_config = vllm_config
-        self._attn_groups = attn_groups
-        self._block_sizes = block_sizes
-        self._num_blocks = num_blocks
-        self._device = device
-        scheduler = vllm_config.scheduler_config
-        self._length = config.num_speculative_tokens
-        self._max_rows = min(scheduler.max_num_batched_tokens, 128)
-        self._max_reqs = min(scheduler.max_num_seqs, config.max_speculating_seqs)
-        max_context = vllm_config.model_config.max_model_len - self._length - 2
-        self._max_context = max(1, min(max_context, (num_blocks - 2) * min(block_sizes)))
-        self._context = min(config.calibration_context, self._max_context)
+        self._vllm_config = self.runner.vllm_config
+        self._device = self.runner.device
+        self._length = self.config.num_speculative_tokens
+        max_context = self._vllm_config.model_config.max_model_len - self._length - 2
+        num_tokens = (self.num_blocks - 2) * min(self.block_sizes)
+        self._max_context = max(1, min(max_context, num_tokens))
+        self._context = min(self.config.calibration_context, self._max_context)
+        # Steps are compared with these seconds, hence no minimum.
+        self._timer = PassTimer(1, statistics.median)
 
     def run(self) -> Measurements:
         """Measure all passes."""
+        scheduler = self._vllm_config.scheduler_config
+        max_reqs = min(scheduler.max_num_seqs, self.config.max_speculating_seqs)
         tokens, contexts, repeats = self._grid(*self._longest_pass())
-        rows = [n for n in _ROWS if n <= self._max_rows]
-        passes = [(n, 1, _NO_CONTEXT) for n in rows]
-        passes += [(1, q, c) for q in tokens for c in contexts]
-        runs = {args: partial(self._full_pass, *args) for args in passes}
-        seconds = self._all_timed(runs, repeats)
-        # More rows never take less time. Through noise, the cost model would extrapolate to 0.
-        rising = np.maximum.accumulate([seconds[n, 1, _NO_CONTEXT] for n in rows]).tolist()
+        self._timer = replace(self._timer, repeats=repeats)
+        full = measure_full_passes(
+            self._timer,
+            self._full_pass,
+            min(scheduler.max_num_batched_tokens, _MAX_ROWS),
+            tokens,
+            contexts,
+        )
         draft = draft_per_row = draft_per_token = 0.0
-        num_rows = min(4, self._max_reqs)
-        if (model := self._speculator.level1.model) is not None:
-            draft = self._draft(model, 1, repeats)
-            draft_per_token = self._window(model, repeats, draft)
-            if num_rows > 1:
-                added_s = self._draft(model, num_rows, repeats) - draft
-                draft_per_row = max(0.0, added_s / (num_rows - 1))
+        if (model := self.speculator.level1.model) is not None:
+            draft, draft_per_row = measure_draft(partial(self._draft, model), max_reqs)
+            draft_per_token = self._window(model, draft)
         return Measurements(
-            list(zip(rows, rising)),
-            [(q, [(c, seconds[1, q, c]) for c in contexts]) for q in tokens],
-            *self._level2_passes(num_rows, repeats),
+            *full,
+            *self._level2_passes(min(4, max_reqs)),
             draft,
             draft_per_row,
             draft_per_token,
-            self._first_selection(repeats),
-            self._sampling(32, repeats),
+            self._first_selection(),
+            self._sampling(),
         )
 
-    def _level2_passes(
-        self, num_rows: int, repeats: int
-    ) -> tuple[list[tuple[float, float]], list[tuple[float, list[tuple[float, float]]]]]:
+    def _level2_passes(self, num_rows: int) -> tuple[Points, list[tuple[float, Points]]]:
         """Measure passes of level 2 of one request and of ``num_rows``.
 
         Returns:
@@ -144,17 +137,17 @@ class Calibration:
         tokens = sorted({min(q, max_tokens) for q in (1, 3, 8, max_tokens)})
         # Once more than the others: if it seems too slow, nothing is proposed, and so nothing
         # corrects it soon.
-        seconds = {q: self._level2(1, q, repeats + 1) for q in tokens}
+        timer = replace(self._timer, repeats=self._timer.repeats + 1)
+        measured = [self._level2(1, q, timer) for q in tokens]
         # Nor do more tokens take less.
-        least_s = np.minimum.accumulate([seconds[q] for q in reversed(tokens)])
-        seconds = dict(zip(tokens, least_s[::-1].tolist()))
-        one_s = seconds[tokens[0]]
+        by_tokens = dict(zip(tokens, np.minimum.accumulate(measured[::-1])[::-1].tolist()))
+        one_s = by_tokens[tokens[0]]
         by_batch = [(1.0, [(context, one_s)])]
         if num_rows > 1:
             num_tokens = min(3, max_tokens)
-            added_s = self._level2(num_rows, num_tokens, repeats) - seconds[num_tokens]
+            added_s = self._level2(num_rows, num_tokens, self._timer) - by_tokens[num_tokens]
             by_batch.append((float(num_rows), [(context, one_s + max(0.0, added_s))]))
-        return list(seconds.items()), by_batch
+        return list(by_tokens.items()), by_batch
 
     def _longest_pass(self) -> tuple[int, float]:
         """Choose the longest context of full passes, from passes of most tokens at two others.
@@ -162,10 +155,10 @@ class Calibration:
         Returns:
             The context, and the expected seconds of its pass of most tokens.
         """
-        near, far = (min(c, self._max_context) for c in (_NO_CONTEXT, _PROBED_CONTEXT))
+        near, far = (min(c, self._max_context) for c in (NO_CONTEXT, _PROBED_CONTEXT))
         runs = {c: partial(self._full_pass, 1, self._length + 1, c) for c in (near, far)}
         # All ranks must run the same passes.
-        seconds = broadcast_from_first_rank(self._all_timed(runs, 1))
+        seconds = broadcast_from_first_rank(self._timer.all_seconds(runs))
         if far == self._max_context:
             return far, seconds[far]
         per_token = max(1e-9, seconds[far] - seconds[near]) / (far - near)
@@ -188,37 +181,19 @@ class Calibration:
         """
         for grid in _GRIDS:
             tokens = sorted({*(q for q in grid.tokens if q <= self._length), self._length + 1})
-            inner = [c for c in grid.contexts if _NO_CONTEXT < c < longest]
-            contexts = [min(_NO_CONTEXT, longest - 1), *inner, longest]
+            inner = [c for c in grid.contexts if NO_CONTEXT < c < longest]
+            contexts = [min(NO_CONTEXT, longest - 1), *inner, longest]
             shares = sum(0.1 + 0.9 * c / longest for c in contexts)
             shares *= sum(_ONE_TOKEN + (1 - _ONE_TOKEN) * q / tokens[-1] for q in tokens)
             if slowest * (grid.repeats + 1) * shares < _MAX_SECONDS:
                 break
         return tokens, contexts, grid.repeats
 
-    def _timed(self, run: Callable[[], object], repeats: int) -> float:
-        """Return the seconds that ``run`` takes."""
-        return self._all_timed({"": run}, repeats)[""]
-
-    def _all_timed(self, runs: Mapping[Any, Callable], repeats: int) -> dict[Any, float]:
-        """Return the median seconds of ``repeats`` of each of ``runs``, after a warm-up.
-
-        Runs take turns, so that a short disturbance does not slow all repeats of one. Steps are
-        compared with these seconds, hence no minimum.
-        """
-        seconds: dict[Any, list[float]] = {name: [] for name in runs}
-        for _ in range(repeats + 1):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                run()
-                seconds[name].append(time.perf_counter() - start)
-        return {name: statistics.median(times[1:]) for name, times in seconds.items()}
-
     def _tables(self, num_rows: int, num_tokens: int, block_size: int) -> list[np.ndarray]:
         """Make block tables without vLLM's null block, 0: num_rows * [width], int32."""
         width = -(-num_tokens // block_size) + 1
         ids = np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
-        return list(1 + ids % (self._num_blocks - 1))
+        return list(1 + ids % (self.num_blocks - 1))
 
     def _full_pass(self, num_rows: int, num_tokens: int, context: int) -> None:
         """Run a full pass of the target."""
@@ -227,7 +202,7 @@ class Calibration:
         inputs = PassInput.from_rows(feed, positions, self._device)
         metadata: dict = {}
         slots: dict[str, torch.Tensor] = {}
-        for groups, block_size in zip(self._attn_groups, self._block_sizes):
+        for groups, block_size in zip(self.runner.attn_groups, self.block_sizes):
             tables = self._tables(num_rows, context + num_tokens, block_size)
             mapping = inputs.slot_mapping(tables, block_size)
             table = torch.from_numpy(np.stack(tables)).to(self._device)
@@ -236,20 +211,20 @@ class Calibration:
                 built = group.get_metadata_builder().build(0, common)
                 metadata |= dict.fromkeys(group.layer_names, built)
                 slots |= dict.fromkeys(group.layer_names, mapping)
-        if self._before_full_pass is not None:
-            self._before_full_pass(
+        if self.before_full_pass is not None:
+            self.before_full_pass(
                 [f"calibration {row}" for row in range(num_rows)], [num_tokens] * num_rows
             )
-        more = target_inputs(self._target, self._vllm_config, inputs.token_ids, inputs.positions)
-        hidden, _ = run_model(self._target, self._vllm_config, inputs, metadata, slots, **more)
-        self._target.compute_logits(hidden)
+        more = target_inputs(self.target, self._vllm_config, inputs.token_ids, inputs.positions)
+        hidden, _ = run_model(self.target, self._vllm_config, inputs, metadata, slots, **more)
+        self.target.compute_logits(hidden)
 
-    def _level2(self, num_rows: int, num_tokens: int, repeats: int) -> float:
+    def _level2(self, num_rows: int, num_tokens: int, timer: PassTimer) -> float:
         """Measure a pass of level 2 over a context that is larger than the budget.
 
         One of ``TOKENS_PER_SELECTION`` passes selects, as where each pass adds one token.
         """
-        batch, proposal = self._batch(num_rows, self._context)
+        batch, proposal = self._batch(num_rows)
         level2, rows = self._retrieval, list(range(num_rows))
         assert level2 is not None
         level2.begin(batch)
@@ -261,17 +236,16 @@ class Calibration:
             level2.forward(batch, proposal, rows, drafts)
 
         runs = {selects: partial(run, selects) for selects in (True, False)}
-        seconds = self._all_timed(runs, repeats)
+        seconds = timer.all_seconds(runs)
         for request_id in batch.request_ids:
             level2.release(request_id)
         return seconds[False] + (seconds[True] - seconds[False]) / TOKENS_PER_SELECTION
 
-    def _first_selection(self, repeats: int) -> float:
+    def _first_selection(self) -> float:
         """Measure a request's first selection, in seconds per token of context."""
-        context = self._context
         if (level2 := self._retrieval) is None:
             return 0.0
-        batch, _ = self._batch(1, context)
+        batch, _ = self._batch(1)
         (request_id,) = batch.request_ids
 
         def begin():
@@ -279,17 +253,17 @@ class Calibration:
             level2.invalidate_summaries(tuple(tables[0].tolist() for tables in batch.block_tables))
             level2.begin(batch)
 
-        seconds = self._timed(begin, repeats)
+        seconds = self._timer.seconds(begin)
         level2.release(request_id)
-        return seconds / context
+        return seconds / self._context
 
-    def _window(self, model: DraftSource, repeats: int, pass_seconds: float) -> float:
+    def _window(self, model: DraftSource, pass_seconds: float) -> float:
         """Measure how long the draft takes to read its window, in seconds per token.
 
         Args:
             pass_seconds: seconds of a pass of one token.
         """
-        batch, proposal = self._batch(1, self._context)
+        batch, proposal = self._batch(1)
         (request_id,) = batch.request_ids
         num_tokens = model.num_uncached_tokens(request_id, len(batch.token_ids[0]))
 
@@ -298,19 +272,18 @@ class Calibration:
             model.prepare_dummy(batch)
             self._run_draft(model, batch, proposal, 1)
 
-        seconds = self._timed(draft, repeats)
+        seconds = self._timer.seconds(draft)
         model.release(request_id)
         return max(0.0, seconds - pass_seconds) / num_tokens
 
-    def _draft(self, model: DraftSource, num_rows: int, repeats: int, num_passes: int = 4) -> float:
+    def _draft(self, model: DraftSource, num_rows: int) -> float:
         """Measure a pass of the draft."""
-        batch, proposal = self._batch(num_rows, self._context)
+        batch, proposal = self._batch(num_rows)
         model.prepare_dummy(batch)
-        run = partial(self._run_draft, model, batch, proposal, num_passes)
-        seconds = self._timed(run, repeats) / num_passes
+        seconds = self._timer.seconds(self._run_draft, model, batch, proposal, _NUM_DRAFTS)
         for request_id in batch.request_ids:
-            self._speculator.level1.release(request_id)
-        return seconds
+            self.speculator.level1.release(request_id)
+        return seconds / _NUM_DRAFTS
 
     def _run_draft(
         self, model: DraftSource, batch: DraftBatch, proposal: Proposal, num_tokens: int
@@ -318,25 +291,26 @@ class Calibration:
         """Draft ``num_tokens`` tokens for each row with the model."""
         rows = list(range(len(batch)))
         counts, matches = [num_tokens] * len(rows), model.find_matches(batch, proposal, rows)
-        noise = self._speculator.noise
+        noise = self.speculator.noise
         model.draft(batch, proposal, rows, counts, matches, batch.sampling, noise)
 
-    def _sampling(self, num_rows: int, repeats: int) -> float:
+    def _sampling(self) -> float:
         """Measure the sampling of a row of logits, without top-k and top-p.
 
         The controller learns from the steps how long these take: tens of times longer where the
         vocabulary is sorted for them.
         """
         vocab_size = self._vllm_config.model_config.get_vocab_size()
-        logits = torch.zeros(num_rows, vocab_size, device=self._device)
-        sampling = SamplingRows(torch.ones(num_rows, device=self._device))
-        return self._timed(lambda: token_distribution(logits, sampling), repeats) / num_rows
+        logits = torch.zeros(_SAMPLED_ROWS, vocab_size, device=self._device)
+        sampling = SamplingRows(torch.ones(_SAMPLED_ROWS, device=self._device))
+        return self._timer.seconds(token_distribution, logits, sampling) / _SAMPLED_ROWS
 
-    def _batch(self, num_rows: int, context: int) -> tuple[DraftBatch, Proposal]:
+    def _batch(self, num_rows: int) -> tuple[DraftBatch, Proposal]:
         """Make a batch of dummy requests."""
+        context = self._context
         tables = [
             self._tables(num_rows, context + self._length + 1, block_size)
-            for block_size in self._block_sizes
+            for block_size in self.block_sizes
         ]
         batch = DraftBatch(
             request_ids=[f"calibration {row}" for row in range(num_rows)],

@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from vllm_triforce.controller import Controller
 from vllm_triforce.controller.stop_rule import StopRule
-from vllm_triforce.core.disabled_requests import DisabledRequests
+from vllm_triforce.core.limits import DisabledRequests
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows
@@ -240,10 +240,10 @@ class LevelsV1:
             self.proposal.extend(row, token_ids, probs)
         for i in draft.nan_rows:
             self._level1.clean(request_ids[rows[i]])
-            self._disabled.add(request_ids[rows[i]], "level 1's (the draft's)")
+            self._disabled.disable(request_ids[rows[i]], "level 1's (the draft's)")
         for i in verified.nan_rows:
             self._level2.clean(self.batch, rows[i])
-            self._disabled.add(request_ids[rows[i]], "level 2's (the sparse target's)")
+            self._disabled.disable(request_ids[rows[i]], "level 2's (the sparse target's)")
         return verified
 
     def end(self) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from vllm_triforce.controller import Controller, StepTime
 from vllm_triforce.controller.controller import Planned
-from vllm_triforce.core.head import states_read
 from vllm_triforce.core.limits import sampling_seed
 from vllm_triforce.core.messages import blocks_kept
+from vllm_triforce.core.models import states_read
 from vllm_triforce.runner_v1.batch import forget_blocks
 from vllm_triforce.scheduler.placeholders import drop_placeholder_rows, without_placeholders
 from vllm_triforce.vllm_patches import swaps

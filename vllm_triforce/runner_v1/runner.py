@@ -15,17 +15,14 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
 from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import HEAD_SOURCE, SOURCES
 from vllm_triforce.controller import Controller, CostModel, Measurements
 from vllm_triforce.controller.describe import describe
-from vllm_triforce.core.draft_cache import loading_draft, warm_up
-from vllm_triforce.core.head import aux_layers, emit_states, load_head
-from vllm_triforce.core.kv_groups import attention_layers
-from vllm_triforce.core.level2_model import load_level2_model
-from vllm_triforce.core.own_layers import with_own_layers
+from vllm_triforce.core.models import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import IntervalReport
@@ -55,13 +52,8 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
 
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
         super().__init__(with_own_layers(vllm_config), device, runner)
-        self.config = config
-        self.supports_mm_inputs = False  # or vLLM would gather the embeddings of images for it
-        self._runner = runner
-        self._draft_model = draft_model
+        self.set_up(runner, config, draft_model)
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
-        if config.has_head and aux_layers(vllm_config):
-            swaps.AUX_STATES.set(runner, True)
         self.counters = self.sent_counters = LevelCounters()
         self._requests: dict[str, object] = {}
         """Requests with state in the speculator, by id."""
@@ -77,27 +69,18 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
     def load_model(self, target_model) -> None:
         """Load the models of levels 1 and 2, where they are not the target, by vLLM's loader."""
         self._target = target_model
-        target_config = self._runner.vllm_config
-        self.target_layers = attention_layers(target_config)
-        self._level2_model = load_level2_model(
-            self.config.level2_model, target_model, self.target_layers, target_config
-        )
-        if self._draft_model is None:
-            return
-        with loading_draft(self._draft_model):
+
+        def load_draft() -> None:
             if self.config.has_head:
-                self.model = load_head(target_model, self.vllm_config)
-                emit_states(target_model, self._level2_model.model, self.vllm_config)
+                self.model = load_eagle_model(target_model, self.vllm_config)
             else:
                 self.model = self._get_model()
 
+        self.load_models(target_model, load_draft)
+
     def dummy_run(self, num_tokens, *args, **kwargs) -> None:
         """Compile the draft and level 2's copy during the target's warm-up."""
-        if self._draft_model is not None:
-            warm_up(self.model, self.vllm_config, self.device)
-        if self._level2_model.is_copy:
-            copy, copy_config, _ = self._level2_model
-            warm_up(copy, copy_config, self.device, is_copy=True)
+        self.compile_models()
 
     def initialize_attn_backend(self, kv_cache_config, kernel_block_sizes=None) -> None:
         """Do nothing: the draft's layers are in none of vLLM's KV cache groups."""
@@ -132,7 +115,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             on_new_blocks = speculator.level2.invalidate_summaries
             if self.vllm_config.model_config.uses_mrope:
                 speculator.level2.position_deltas = self._batch.position_deltas
-            if self._adapters is not None and not self._level2_model.is_copy:
+            if self._adapters is not None and not self.level2_model.is_copy:
                 speculator.level2.before_pass = self._adapters.before_pass
             if self._states is not None:
                 speculator.level2.after_pass = self._states.add
@@ -153,7 +136,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         if config.uses_level2:
             level2, self._recorder, config = build_level2(
                 config,
-                self._level2_model,
+                self.level2_model,
                 self.target_layers,
                 kv_cache_config,
                 self._runner.attn_groups,
@@ -195,11 +178,9 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             self.speculator,
             self.config,
             self._target,
-            self._runner.vllm_config,
-            self._runner.attn_groups,
+            self._runner,
             self._block_sizes,
             self._num_blocks,
-            self.device,
             None if self._adapters is None else self._adapters.before_pass,
         )
         with self._recorder.without_recording(), torch.inference_mode():
@@ -296,7 +277,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
                 with self._recorder.without_recording():
                     proposal = self.speculator.propose(batch)
             finally:
-                if self._adapters is not None and not self._level2_model.is_copy:
+                if self._adapters is not None and not self.level2_model.is_copy:
                     self._adapters.restore()
             self._steps.propose_seconds += time.perf_counter() - start
             for row, token_ids in zip(rows, proposal.token_ids):

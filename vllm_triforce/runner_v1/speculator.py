@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from vllm_triforce.controller import Candidate, Controller
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Choice
-from vllm_triforce.core.disabled_requests import DisabledRequests
+from vllm_triforce.core.limits import DisabledRequests
 from vllm_triforce.core.loop import Observer, propose
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
@@ -149,7 +149,7 @@ class SpeculatorV1:
             proposal.extend(row, token_ids, [None] * len(token_ids) if probs is None else probs)
         for i in draft.nan_rows:
             self.level1.clean(batch.request_ids[rows[i]])
-            self.disabled_requests.add(batch.request_ids[rows[i]], "level 1's (the draft's)")
+            self.disabled_requests.disable(batch.request_ids[rows[i]], "level 1's (the draft's)")
 
     def _correct_plan(self, is_untypical: bool, num_catch_up_tokens: int) -> None:
         """Report work to the controller that its plan did not expect."""

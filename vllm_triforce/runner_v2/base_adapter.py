@@ -4,21 +4,20 @@
 layers of the KV cache in host memory (``levels="3"``).
 """
 
+from functools import partial
 from typing import cast
 
 import torch
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.core.draft_cache import loading_draft
-from vllm_triforce.core.head import aux_layers, emit_states, load_head
-from vllm_triforce.core.kv_groups import attention_layers, group_layers
-from vllm_triforce.core.level2_model import load_level2_model
+from vllm_triforce.core.kv_groups import group_layers
 from vllm_triforce.core.messages import blocks_kept
-from vllm_triforce.core.own_layers import with_own_layers
+from vllm_triforce.core.models import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.proposals import PAD_TOKEN
 from vllm_triforce.metrics.counters import DeviceCounters, LevelCounters
@@ -42,35 +41,21 @@ class BaseAdapterV2(RunnerAdapter, StandaloneARSpeculator):
 
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
         super().__init__(with_own_layers(vllm_config), device)
-        self.config = config
+        self.set_up(runner, config, draft_model)
         self.model = cast(torch.nn.Module, None)  # until a draft is loaded
         self.draft_attn_layer_names: set[str] = set()
         self.attn_groups: list = []
-        self._runner = runner
-        self._draft_model = draft_model
         self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
         swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
-        if config.has_head and aux_layers(vllm_config):
-            swaps.AUX_STATES.set(runner, True)
 
     # Start-up, in the order of vLLM's calls.
 
     def load_model(self, target_model) -> None:
-        target_config = self._runner.vllm_config
-        self.target_layers = attention_layers(target_config)
-        if self._draft_model is not None:
-            with loading_draft(self._draft_model):
-                super().load_model(target_model)
-        self.supports_mm_inputs = False  # or vLLM would gather the embeddings of images for it
-        self.level2_model = load_level2_model(
-            self.config.level2_model, target_model, self.target_layers, target_config
-        )
-        if self.config.has_head:
-            emit_states(target_model, self.level2_model.model, self.vllm_config)
+        self.load_models(target_model, partial(super().load_model, target_model))
 
     def load_draft_model(self, target_model, target_attn_layer_names: set[str]) -> torch.nn.Module:
         if self.config.has_head:
-            return load_head(target_model, self.vllm_config)
+            return load_eagle_model(target_model, self.vllm_config)
         return super().load_draft_model(target_model, target_attn_layer_names)
 
     def set_attn(self, *args, **kwargs) -> None:

@@ -1,21 +1,146 @@
-"""Requests to speculate on after a full pass, read from Model Runner V2's batch."""
+"""Requests of Model Runner V2: their parameters, slots, and those to speculate on in a step."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.keys import MAX_NUM_SPECULATIVE_TOKENS
+from vllm_triforce.core.limits import proposal_limit
 from vllm_triforce.core.messages import RequestPlan
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.rows import Rows, SamplingParameters
 from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
-from vllm_triforce.runner_v2.request_flags import Placeholders, RequestFlags
 from vllm_triforce.runner_v2.sampling import SamplingV2
+
+
+class RequestFlags(LogitsProcessor):
+    """Records flags of each request; a logits processor that changes no logits."""
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self.has_grammar = np.zeros(max_num_reqs, dtype=bool)
+        self.max_tokens = np.zeros(max_num_reqs, dtype=np.int32)
+        """Longest proposal; 0 for a request that decodes plainly."""
+
+    def add_request(self, req_idx: int, sampling_params) -> bool:
+        self.has_grammar[req_idx] = sampling_params.structured_outputs is not None
+        self.max_tokens[req_idx] = proposal_limit(sampling_params, MAX_NUM_SPECULATIVE_TOKENS)
+        return False
+
+    def apply(self, logits, ctx):
+        return logits
+
+
+class Placeholders:
+    """Requests with an image, audio or video, and the token ids that stand for these.
+
+    ``in`` tells if a request has one.
+    """
+
+    def __init__(self, runner) -> None:
+        cache = runner.encoder_cache
+        self._features = {} if cache is None else cache.mm_features
+        self._device = runner.device
+        self._ids: set[int] = set()
+        self._is_placeholder: torch.Tensor | None = None
+        """[largest id + 2], bool, of all requests so far; None before the first."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return bool(self._features.get(request_id))
+
+    def add(self, new_requests: Iterable) -> None:
+        """Read vLLM's data of requests that join."""
+        num_ids = len(self._ids)
+        for request in new_requests:
+            for place in (feature.mm_position for feature in request.mm_features):
+                token_ids = np.array(request.prefill_token_ids[place.offset :][: place.length])
+                is_embed = slice(None) if place.is_embed is None else place.is_embed.numpy()
+                self._ids.update(token_ids[is_embed].tolist())
+        if len(self._ids) > num_ids:
+            table = torch.zeros(max(self._ids) + 2, dtype=torch.bool)
+            table[list(self._ids)] = True
+            self._is_placeholder = table.to(self._device, non_blocking=True)
+
+    def drop_from(self, token_ids: torch.Tensor) -> None:
+        """Replace ids that stand for an image by -1, without waiting for the device."""
+        if (table := self._is_placeholder) is not None:
+            token_ids.masked_fill_(table[token_ids.clamp(0, len(table) - 1).long()], -1)
+
+
+@dataclass
+class Slot:
+    """One request's slot in buffers that last between proposals."""
+
+    index: int
+    is_new: bool = True
+    age: int = 0
+    """Proposals since the last selection."""
+    selected_at: int = 0
+    """Upper bound of the request's tokens at the last selection."""
+    selected_before: int = 0
+    """Upper bound of the request's tokens at the selection before that."""
+    window_start: int = 0
+    """Index of the first recent token in level 1's window."""
+    first_known: int = 0
+    """First position whose hidden state a head may read."""
+    has_proposed: bool = False
+    """False while it only keeps hidden states for the head."""
+    num_read: int = -1
+    """Tokens of the prompt that were read with this slot; -1 where none were."""
+    window_tokens: int = -1
+    """Upper bound of the request's tokens at the last proposal; -1 if the window is invalid."""
+
+
+class Slots:
+    """Slots by request, released when a request leaves the engine or loses its blocks."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots))[::-1]
+        self._slots: dict[str, Slot] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def request_ids(self) -> list[str]:
+        return list(self._slots)
+
+    def owners(self, indices: list[int]) -> list[str]:
+        return [request_id for request_id, slot in self._slots.items() if slot.index in indices]
+
+    def take(self, request_id: str) -> Slot:
+        """Return the request's slot, assigning a free one on first use; there must be one."""
+        if request_id not in self._slots:
+            self._slots[request_id] = Slot(self._free.pop())
+        return self._slots[request_id]
+
+    def release_without_proposal(self, count: int, kept: Container[str]) -> None:
+        """Release at most ``count`` slots that only keep hidden states, except ``kept``."""
+        idle = [r for r, slot in self._slots.items() if not slot.has_proposed and r not in kept]
+        for request_id in idle[: max(0, count)]:
+            self.release(request_id)
+
+    def invalidate_windows(self, request_ids: set[str]) -> None:
+        """Invalidate the windows of requests whose full pass no proposal follows."""
+        for request_id in request_ids & self._slots.keys():
+            self._slots[request_id].window_tokens = -1
+
+    def release(self, request_id: str) -> None:
+        slot = self._slots.pop(request_id, None)
+        if slot is not None:
+            self._free.append(slot.index)
 
 
 @dataclass(frozen=True)
@@ -35,7 +160,18 @@ class ProposalContext:
     logits_processing: LogitsProcessing
     counters: DeviceCounters
     device: torch.device
+    slots: Slots
     placeholders: Placeholders
+
+    def take_slots(self, request_ids: Sequence[str]) -> list[Slot]:
+        """Assign a slot to each request, and clear the NaN flags of new slots."""
+        new_ids = [request_id for request_id in request_ids if request_id not in self.slots]
+        taken = [self.slots.take(request_id) for request_id in request_ids]
+        if new_ids:
+            indices = np.array([self.slots.take(request_id).index for request_id in new_ids])
+            on_device = async_tensor_h2d(indices, device=self.device)
+            self.rows.slot_disabled.index_fill_(0, on_device, 0)
+        return taken
 
 
 @dataclass

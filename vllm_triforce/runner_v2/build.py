@@ -1,6 +1,6 @@
 """Build TriForce's speculator for Model Runner V2."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
@@ -11,28 +11,25 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.config.synthetic import rates_by_place
-from vllm_triforce.core.head import fusion_of, num_states
 from vllm_triforce.core.kv_groups import (
     KVGroup,
     check_kernel_blocks,
     group_layers,
     retrieval_block_size,
 )
-from vllm_triforce.core.level2_model import Level2Model
+from vllm_triforce.core.models import Level2Model, fusion_of, num_states
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
 from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.kernels.synthetic import SyntheticTest
 from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.adapters import LevelAdapters
-from vllm_triforce.runner_v2.batch import ProposalContext
+from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
+from vllm_triforce.runner_v2.batch import Placeholders, ProposalContext, Slots
 from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
-from vllm_triforce.runner_v2.levels import LevelParts
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
-from vllm_triforce.runner_v2.request_flags import Placeholders
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.selections import SelectionsV2
-from vllm_triforce.runner_v2.slots import Slots
 from vllm_triforce.runner_v2.sources.source import SourcePartsV2
 from vllm_triforce.runner_v2.speculator import SpeculatorV2
 
@@ -40,40 +37,24 @@ if TYPE_CHECKING:
     from vllm_triforce.offload.cache import HostLayer, OffloadedCache
 
 
-class LoadedModel(NamedTuple):
-    """A model as vLLM loaded it; ``model`` is None where no draft model was configured."""
-
-    model: Any
-    layers: dict
-    """Attention layers by name."""
-    vllm_config: Any
-    """Config in which a pass finds the layers."""
-
-
 class SpeculatorPartsV2:
     """Speculator of one engine, and the parts of it that the runner's adapter uses.
 
     Args:
-        level2_model: the target, or its copy.
-        target_layers: attention layers of the target, by name.
-        vocab_size: of the draft's logits, which vLLM's rejection sampler compares with the
-            target's.
+        adapter: has the loaded models.
         offload: layers whose KV cache lies in host memory; None if there are none.
     """
 
     def __init__(
         self,
-        vllm_config,
-        config: ResolvedConfig,
+        adapter: BaseAdapterV2,
         runner,
-        level2_model: Level2Model,
-        target_layers: dict,
-        draft: LoadedModel,
         kv_cache_config,
-        vocab_size: int,
         offload: "OffloadedCache | None" = None,
     ) -> None:
-        device, model_config = runner.device, vllm_config.model_config
+        config, vocab_size, device = adapter.config, adapter.vocab_size, adapter.device
+        vllm_config = runner.vllm_config
+        model_config, scheduler_config = vllm_config.model_config, vllm_config.scheduler_config
         groups, layers, builder = [], [], None
         if config.builds_level2:
             block_sizes = runner.block_tables.block_sizes
@@ -82,11 +63,11 @@ class SpeculatorPartsV2:
                 kv_cache_config,
                 runner.attn_groups,
                 block_sizes,
-                target_layers,
+                adapter.target_layers,
                 platform_for(current_platform).retrieval(),
             )
             config = fit_blocks(config, retrieval_block_size(groups))
-        self.num_slots = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
+        self.num_slots = min(scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
         limits = RowLimits(
             config.min_context,
@@ -114,51 +95,53 @@ class SpeculatorPartsV2:
             self.logits_processing,
             DeviceCounters(device),
             device,
+            self.slots,
             Placeholders(runner),
         )
-        self.hidden_states = self._hidden_states(draft) if config.has_head else None
+        self.hidden_states = self._hidden_states(adapter) if config.has_head else None
         level2 = None
         if config.builds_level2:
-            level2 = self._level2(level2_model, groups, layers, builder, offload)
-        self.speculator = self._speculator(level2, draft, runner, vocab_size)
-
-    def _speculator(
-        self, level2: RetrievalLevelV2 | None, draft: LoadedModel, runner, vocab_size: int
-    ) -> SpeculatorV2:
-        """Build the sources of drafts, and allocate the distributions that level 3 reads."""
-        config, scheduler_config = self.context.config, self.context.vllm_config.scheduler_config
+            level2 = self._level2(adapter.level2_model, groups, layers, builder, offload)
         parts = SourcePartsV2(
             self.context,
-            draft.model,
-            draft.layers,
-            draft.vllm_config,
+            adapter.model,
+            adapter.draft_layers,
+            adapter.vllm_config,
             platform_for(current_platform).draft(),
             runner.req_states.all_token_ids.gpu,
             self.hidden_states,
         )
         sources = {name: SOURCES_V2[name].build(parts) for name in config.sources}
-        shape = (self.num_slots, config.num_speculative_tokens, vocab_size)
-        logits = torch.zeros(shape, dtype=self.context.logits_dtype, device=self.context.device)
-        level1 = None if config.levels == "2,3" else sources[config.sources[0]]
+        self.speculator = SpeculatorV2(
+            self.context,
+            sources,
+            None if config.levels == "2,3" else sources[config.sources[0]],
+            level2,
+            self._draft_logits(vocab_size),
+        )
+
+    def _draft_logits(self, vocab_size: int) -> DraftLogits:
+        """Allocate the distributions that level 3 reads."""
+        context, config, num_slots = self.context, self.context.config, self.num_slots
+        max_num_seqs = context.vllm_config.scheduler_config.max_num_seqs
+        shape = (num_slots, config.num_speculative_tokens, vocab_size)
+        logits = torch.zeros(shape, dtype=context.logits_dtype, device=context.device)
         synthetic = None
-        rates = self.context.vllm_config.speculative_config.synthetic_acceptance_rates
+        rates = context.vllm_config.speculative_config.synthetic_acceptance_rates
         if rates is not None:
             synthetic = SyntheticTest(
                 rates_by_place(rates),
                 config.synthetic_level1_acceptance,
-                self.num_slots + scheduler_config.max_num_seqs,
-                self.context.device,
+                num_slots + max_num_seqs,
+                context.device,
             )
-        draft_logits = DraftLogits(logits, scheduler_config.max_num_seqs, synthetic)
-        return SpeculatorV2(
-            LevelParts(self.context, level1, level2, self.slots, draft_logits), sources
-        )
+        return DraftLogits(logits, max_num_seqs, synthetic)
 
-    def _hidden_states(self, draft: LoadedModel) -> HiddenStatesV2:
+    def _hidden_states(self, adapter: BaseAdapterV2) -> HiddenStatesV2:
         """Allocate the target's states that a head reads."""
         draft_config = self.context.vllm_config.speculative_config.draft_model_config
         return HiddenStatesV2(
-            fusion_of(draft.model),
+            fusion_of(adapter.model),
             self.rows,
             self.context.config.state_capacity,
             draft_config.get_hidden_size(),

@@ -4,7 +4,6 @@ Full passes are vLLM's dummy runs, which use the CUDA graphs of real steps. Prop
 of requests that do not exist.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,14 @@ from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import HIERARCHICAL
+from vllm_triforce.core.calibration import (
+    NO_CONTEXT,
+    PassTimer,
+    Points,
+    measure_draft,
+    measure_full_passes,
+    rising,
+)
 from vllm_triforce.kernels.rows import SamplingParameters
 from vllm_triforce.runner_v2.batch import BatchV2
 from vllm_triforce.runner_v2.build import SpeculatorPartsV2
@@ -31,14 +38,11 @@ class DummyBatches:
         runner: vLLM's runner, whose block tables give the layout of blocks.
     """
 
-    def __init__(
-        self, build: SpeculatorPartsV2, runner, num_blocks: int, device: torch.device
-    ) -> None:
-        self._build = build
+    def __init__(self, built: SpeculatorPartsV2, runner) -> None:
+        self._built = built
         self._runner = runner
-        self._num_blocks = num_blocks
-        self.device = device
-        self.max_rows = build.rows.max_rows
+        self.device = built.context.device
+        self.max_rows = built.rows.max_rows
         self._num_batches = 0
         self._vocab_size = runner.sampler.sampling_states.vocab_size
 
@@ -82,15 +86,15 @@ class DummyBatches:
     def forget(self, batch: BatchV2) -> None:
         """Release the slots of the batch's requests."""
         for request_id in batch.request_ids:
-            self._build.slots.release(request_id)
+            self._built.slots.release(request_id)
 
     def _tables(self, num_rows: int, num_tokens: int) -> list[torch.Tensor]:
         """Fill the block tables of each KV cache group; block 0 is vLLM's null block."""
         tables = []
-        for size, buffer in zip(self._runner.block_tables.block_sizes, self._build.tables):
+        for size, buffer in zip(self._runner.block_tables.block_sizes, self._built.tables):
             width = buffer.shape[1]
             ids = torch.arange(num_rows * width, dtype=torch.int32, device=self.device)
-            ids = 1 + ids.view(num_rows, width) % (self._num_blocks - 1)
+            ids = 1 + ids.view(num_rows, width) % (self._runner.kv_cache_config.num_blocks - 1)
             ids[:, -(-num_tokens // size) + 1 :] = 0
             tables.append(buffer[:num_rows].copy_(ids))
         return tables
@@ -102,10 +106,7 @@ class DummyBatches:
         return torch.full((count,), value, dtype=dtype, device=self.device)
 
 
-# So short that attention takes no time.
-_NO_CONTEXT = 16
 _CONTEXTS = (2048, 8192, 32_768)
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Batch sizes that measure how attention scales with the number of requests.
 _BATCH_SIZES = (2, 4, 8)
 # Batch sizes of level 2's passes, and their shortest context if the model has longer ones.
@@ -140,6 +141,15 @@ class CalibrationV2:
     def __post_init__(self) -> None:
         self._device = self.batches.device
         self._context = min(self.config.calibration_context, self.max_context)
+        self._query_len = self.config.num_speculative_tokens + 1
+        levels = [HIERARCHICAL] if self.config.uses_level2 else []
+        self._routes = [*levels, *self.config.sources]
+        # On a CPU kernels are interpreted, a run takes seconds, and one is enough.
+        self._is_interpreted = self._device.type == "cpu"
+        # Disturbances only slow a run, hence the minimum.
+        self._timer = PassTimer(0, min)
+        if not self._is_interpreted:
+            self._timer = PassTimer(_REPEATS, min, torch.accelerator.synchronize)
 
     def warm_up(self) -> None:
         """Run every kind of proposal once, so that no request waits for a compiler.
@@ -148,55 +158,75 @@ class CalibrationV2:
         """
         for is_greedy in (True, False):
             for num_rows in sorted({1, min(2, self.batches.max_rows)}):
-                for route in self._routes():
+                for route in self._routes:
                     self._propose(route, num_rows, self._context, _MORE_ROUNDS, is_greedy)
 
     def run(self) -> Measurements:
         """Measure the seconds of all passes."""
-        query_len = self.config.num_speculative_tokens + 1
-        contexts = [_NO_CONTEXT, *(c for c in _CONTEXTS if c < self.max_context)]
-        contexts.append(self.max_context)
-        rows = [n for n in _ROWS if n <= self.max_reqs]
-        by_rows = [(float(n), self._measure_full_pass(n, 1, _NO_CONTEXT)) for n in rows]
-        by_tokens = [
-            (float(q), [(float(c), self._measure_full_pass(1, q, c)) for c in contexts])
-            for q in (1, query_len)
-        ]
-        context, by_num_reqs = self._measure_batches(contexts[1:], query_len)
-        draft, draft_per_row = self._measure_draft()
-        level2_by_batch = self._measure_level2(contexts[1:], draft, draft_per_row)
+        contexts = [*(c for c in _CONTEXTS if c < self.max_context), self.max_context]
+        full = measure_full_passes(
+            self._timer,
+            self._full_pass,
+            self.max_reqs,
+            (1, self._query_len),
+            [NO_CONTEXT, *contexts],
+        )
+        full_context, by_num_reqs = self._measure_batches(contexts)
+        draft = draft_per_row = 0.0
+        for route in filter(self.speculator.keeps_window, self.config.sources):
+            draft, draft_per_row = measure_draft(
+                partial(self._measure_draft, route), self.batches.max_rows
+            )
+        level2_by_batch = self._measure_level2(contexts, draft, draft_per_row)
         return Measurements(
-            by_rows,
-            by_tokens,
+            *full,
             [(1.0, level2_by_batch[0][1][0][1])],
             level2_by_batch,
             draft,
             draft_per_row,
             selection_per_token=self._measure_first_selection(),
             full_by_num_reqs=by_num_reqs,
-            full_context=float(context),
+            full_context=float(full_context),
         )
 
-    def _measure_draft(self) -> tuple[float, float]:
-        """Measure a pass of the draft model: seconds for one request, and for each further one."""
-        draft = draft_per_row = 0.0
-        num_reqs = min(4, self.batches.max_rows)
-        for route in filter(self.speculator.keeps_window, self._routes()):
-            draft = self._measure_round(route, 1, self._context) / self.config.gamma
-            if num_reqs > 1:
-                batch_s = self._measure_round(route, num_reqs, self._context) / self.config.gamma
-                draft_per_row = max(0.0, batch_s - draft) / (num_reqs - 1)
-        return draft, draft_per_row
+    def _full_pass(self, num_reqs: int, num_tokens: int, context: int) -> None:
+        """Run a full pass; ``num_tokens`` a request are 1 or ``num_speculative_tokens + 1``."""
+        self.dummy_run(
+            num_reqs * num_tokens,
+            uniform_decode=num_tokens > 1,
+            context_len=min(context, self.max_context),
+        )
+
+    def _measure_batches(self, contexts: list[int]) -> tuple[int, list[tuple[float, float, float]]]:
+        """Measure full passes of several requests.
+
+        FlashAttention 2 does not split the context of a query of several tokens, so that one
+        request leaves idle the multiprocessors that several fill.
+
+        Returns:
+            The longest context that the KV cache holds for all, and
+            ``Measurements.full_by_num_reqs``.
+        """
+        max_reqs = min(self.max_reqs, self.max_tokens // self._query_len)
+        sizes = [n for n in _BATCH_SIZES if n <= max_reqs]
+        fitting = [c for c in contexts if sizes and sizes[-1] * c <= self.num_kv_tokens]
+        if not fitting:
+            return 0, []
+        context = fitting[-1]
+        passes = [(n, q) for n in sizes for q in (1, self._query_len)]
+        runs = {(n, q): partial(self._full_pass, n, q, context) for n, q in passes}
+        seconds = self._timer.all_seconds(runs)
+        return context, [(n, seconds[n, 1], seconds[n, self._query_len]) for n in sizes]
 
     def _measure_level2(
         self, contexts: list[int], draft: float, draft_per_row: float
-    ) -> list[tuple[float, list[tuple[float, float]]]]:
+    ) -> list[tuple[float, Points]]:
         """Measure passes of level 2; returns ``Measurements.level2_by_batch``, 0 without level 2.
 
         Level 2 reads a share of each context, and looks through all of it when it selects.
 
         Args:
-            draft, draft_per_row: ``_measure_draft()``, which is part of each round.
+            draft, draft_per_row: seconds of the draft model, which is part of each round.
         """
         if not self.config.uses_level2:
             return [(1.0, [(float(self._context), 0.0)])]
@@ -210,60 +240,16 @@ class CalibrationV2:
             drafts_s = num_drafts * (draft + (n - 1) * draft_per_row)
             rounds_s = [self._measure_round(HIERARCHICAL, n, c) for c in contexts]
             by_batch.append([max(0.0, s - drafts_s) for s in rounds_s])
-        # Neither more requests nor longer contexts take less. Through noise, the cost model would
-        # extrapolate to 0.
-        rising = np.maximum.accumulate(np.maximum.accumulate(by_batch, axis=0), axis=1)
-        return [
-            (float(n), [(float(c), float(s)) for c, s in zip(contexts, seconds)])
-            for n, seconds in zip(sizes, rising)
-        ]
+        return [(n, list(zip(contexts, seconds))) for n, seconds in zip(sizes, rising(by_batch))]
 
-    def _routes(self) -> list[str]:
-        levels = [HIERARCHICAL] if self.config.uses_level2 else []
-        return [*levels, *self.config.sources]
-
-    def _measure_full_pass(self, num_reqs: int, num_tokens: int, context: int) -> float:
-        """Measure a full pass; ``num_tokens`` a request are 1 or ``num_speculative_tokens + 1``."""
-        run = partial(
-            self.dummy_run,
-            num_reqs * num_tokens,
-            uniform_decode=num_tokens > 1,
-            context_len=min(context, self.max_context),
-        )
-        return self._min_seconds(run)
-
-    def _measure_batches(
-        self, contexts: list[int], query_len: int
-    ) -> tuple[int, list[tuple[float, float, float]]]:
-        """Measure full passes of several requests.
-
-        FlashAttention 2 does not split the context of a query of several tokens, so that one
-        request leaves idle the multiprocessors that several fill.
-
-        Returns:
-            The longest context that the KV cache holds for all, and
-            ``Measurements.full_by_num_reqs``.
-        """
-        max_reqs = min(self.max_reqs, self.max_tokens // query_len)
-        sizes = [n for n in _BATCH_SIZES if n <= max_reqs]
-        fitting = [c for c in contexts if sizes and sizes[-1] * c <= self.num_kv_tokens]
-        if not fitting:
-            return 0, []
-        context = fitting[-1]
-        return context, [
-            (
-                float(n),
-                self._measure_full_pass(n, 1, context),
-                self._measure_full_pass(n, query_len, context),
-            )
-            for n in sizes
-        ]
+    def _measure_draft(self, route: str, num_rows: int) -> float:
+        return self._measure_round(route, num_rows, self._context) / self.config.gamma
 
     def _measure_round(self, route: str, num_rows: int, context: int) -> float:
         """Measure a round as the difference of a longer and a shorter proposal."""
         short_s, long_s = (
-            self._min_seconds(partial(self._propose, route, num_rows, context, n, True))
-            for n in (_FEW_ROUNDS, _MORE_ROUNDS)
+            self._timer.seconds(self._propose, route, num_rows, context, num_rounds)
+            for num_rounds in (_FEW_ROUNDS, _MORE_ROUNDS)
         )
         return max(0.0, long_s - short_s) / (_MORE_ROUNDS - _FEW_ROUNDS)
 
@@ -274,13 +260,13 @@ class CalibrationV2:
         long_len = self.max_context
         short_len = min(self.config.min_retrieval_budget, long_len // 2)
         short_s, long_s = (
-            self._min_seconds(partial(self._propose, HIERARCHICAL, 1, n, _FEW_ROUNDS, True))
-            for n in (short_len, long_len)
+            self._timer.seconds(self._propose, HIERARCHICAL, 1, length, _FEW_ROUNDS)
+            for length in (short_len, long_len)
         )
         return max(0.0, long_s - short_s) / max(1, long_len - short_len)
 
     def _propose(
-        self, route: str, num_rows: int, context: int, num_rounds: int, is_greedy: bool
+        self, route: str, num_rows: int, context: int, num_rounds: int, is_greedy: bool = True
     ) -> None:
         speculator, num_tokens = self.speculator, self.config.num_speculative_tokens
         batch = self.batches.make(num_rows, context, num_tokens, num_rounds, is_greedy)
@@ -289,36 +275,9 @@ class CalibrationV2:
         num_drafts = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
         speculator.count_full_pass(num_drafts, states, batch.num_sampled)
         speculator.begin(draft_tokens, states)
-        if route == HIERARCHICAL:
-            speculator.propose(batch, draft_tokens)
-        else:
-            speculator.propose_directly(route, batch, draft_tokens)
+        speculator.propose(route, batch, draft_tokens)
         speculator.begin(draft_tokens, states)
         self.batches.forget(batch)
-
-    def _min_seconds(self, run: Callable[[], None]) -> float:
-        """Return the fastest of a few runs after a first one: disturbances only slow a run.
-
-        On a CPU kernels are interpreted, a run takes seconds, and one is enough.
-        """
-        seconds = float("inf")
-        repeats = 0 if self._is_interpreted else _REPEATS
-        for turn in range(repeats + 1):
-            self._synchronize()
-            start = time.perf_counter()
-            run()
-            self._synchronize()
-            if turn or not repeats:
-                seconds = min(seconds, time.perf_counter() - start)
-        return seconds
-
-    @property
-    def _is_interpreted(self) -> bool:
-        return self._device.type == "cpu"
-
-    def _synchronize(self) -> None:
-        if not self._is_interpreted:
-            torch.accelerator.synchronize()
 
 
 @torch.inference_mode()
@@ -326,8 +285,6 @@ def warm_up_proposals(
     config: ResolvedConfig,
     runner,
     built: SpeculatorPartsV2,
-    num_blocks: int,
-    device: torch.device,
     measures: bool,
 ) -> Measurements | None:
     """Run every kind of proposal once on a GPU, which compiles the kernels, and measure passes.
@@ -338,18 +295,19 @@ def warm_up_proposals(
     Returns:
         Measurements, or None if ``measures`` is False.
     """
-    is_gpu = device.type != "cpu"
+    is_gpu = built.context.device.type != "cpu"
     if not (is_gpu or measures):
         return None
+    block_sizes = runner.block_tables.block_sizes
     calibration = CalibrationV2(
         config,
         runner._dummy_run,
         built.speculator,
-        DummyBatches(built, runner, num_blocks, device),
+        DummyBatches(built, runner),
         max(1, runner.max_model_len - 2 * config.num_speculative_tokens - 4),
         runner.max_num_reqs,
         runner.max_num_tokens,
-        num_blocks * min(runner.block_tables.block_sizes) // len(runner.block_tables.block_sizes),
+        runner.kv_cache_config.num_blocks * min(block_sizes) // len(block_sizes),
     )
     # Finished requests, as those of vLLM's warm-up, hold their slots until the next step.
     for request_id in built.slots.request_ids():

@@ -19,7 +19,7 @@ class HiddenStatesV2:
     over a position replaces its state, so states of rejected drafts need no bookkeeping.
 
     Args:
-        fuse: projects a token's states to the head's input (``core/head.py``).
+        fuse: projects a token's states to the head's input (``core/models.py``).
         capacity: positions that a window may need, and those of a proposal.
     """
 

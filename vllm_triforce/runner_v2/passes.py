@@ -11,8 +11,8 @@ from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import weak_ref_tensor
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from vllm_triforce.core.head import states_read
 from vllm_triforce.core.model_pass import target_inputs
+from vllm_triforce.core.models import states_read
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import ProposalContext

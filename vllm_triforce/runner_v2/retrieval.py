@@ -9,18 +9,17 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
-from vllm_triforce.core.level2_model import Level2Model
+from vllm_triforce.core.models import Level2Model
 from vllm_triforce.kernels.draw import Distributions, LevelLogits
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.runner_v2.adapters import LevelAdapters
-from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
+from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext, Slot
 from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.passes import ModelPass, graphed_rounds
 from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
 from vllm_triforce.runner_v2.selections import SelectionsV2
-from vllm_triforce.runner_v2.slots import Slot
 
 if TYPE_CHECKING:
     from vllm_triforce.kernels.offload import RetrievalPool

@@ -15,22 +15,19 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import MODEL_SOURCE
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN_ROUTE
-from vllm_triforce.core.disabled_requests import DisabledRequests
-from vllm_triforce.core.draft_cache import warm_up
-from vllm_triforce.core.head import states_read
+from vllm_triforce.core.limits import DisabledRequests
 from vllm_triforce.core.messages import RequestPlan, StepPlan, plan_of
+from vllm_triforce.core.models import states_read
 from vllm_triforce.metrics.report import IntervalReport
 from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
-from vllm_triforce.runner_v2.batch import BatchReader
-from vllm_triforce.runner_v2.build import LoadedModel, SpeculatorPartsV2
+from vllm_triforce.runner_v2.batch import BatchReader, RequestFlags
+from vllm_triforce.runner_v2.build import SpeculatorPartsV2
 from vllm_triforce.runner_v2.calibration import warm_up_proposals
 from vllm_triforce.runner_v2.decode_graphs import disable_recording_in_plain_graphs
 from vllm_triforce.runner_v2.graph_sizes import num_graphs
 from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
-from vllm_triforce.runner_v2.levels import take_slots
 from vllm_triforce.runner_v2.rejection import replace_rejection_sampler
 from vllm_triforce.runner_v2.reports import Reports
-from vllm_triforce.runner_v2.request_flags import RequestFlags, install_request_listener
 
 logger = init_logger("vllm.triforce")
 
@@ -155,19 +152,9 @@ class RunnerAdapterV2(BaseAdapterV2):
 
     def allocate(self, kv_cache_config, offload=None) -> None:
         """Build the levels, once the target's KV cache exists."""
-        self._num_blocks = kv_cache_config.num_blocks
-        self.built = built = SpeculatorPartsV2(
-            self._runner.vllm_config,
-            self.config,
-            self._runner,
-            self.level2_model,
-            self.target_layers,
-            LoadedModel(self.model, self.draft_layers, self.vllm_config),
-            kv_cache_config,
-            self.vocab_size,
-            offload,
-        )
-        self._flags = install_request_listener(self._runner)
+        self.built = built = SpeculatorPartsV2(self, self._runner, kv_cache_config, offload)
+        self._flags = RequestFlags(self._runner.max_num_reqs)
+        self._runner.sampler.logits_processors.append(self._flags)
         replace_rejection_sampler(self._runner, built.speculator.draft_logits)
         disable_recording_in_plain_graphs(self._runner, built.recorder)
         self._routes = Routes(self.config, built, self._flags)
@@ -235,9 +222,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         self._reports.set_measurements(self._measurements)
 
     def _warm_up_proposals(self, measures: bool) -> Measurements | None:
-        return warm_up_proposals(
-            self.config, self._runner, self.built, self._num_blocks, self.device, measures
-        )
+        return warm_up_proposals(self.config, self._runner, self.built, measures)
 
     def measured_passes(self, anew: bool) -> Measurements | None:
         return self._warm_up_proposals(measures=True) if anew else self._measurements
@@ -274,11 +259,8 @@ class RunnerAdapterV2(BaseAdapterV2):
         num_reqs = input_batch.num_reqs
         draft_tokens = self.draft_tokens[:num_reqs]
         if dummy_run:
-            if skip_attn_for_dummy_run and self.model is not None:
-                warm_up(self.model, self.vllm_config, self.device)
-            if skip_attn_for_dummy_run and self.level2_model.is_copy:
-                copy, copy_config, _ = self.level2_model
-                warm_up(copy, copy_config, self.device, is_copy=True)
+            if skip_attn_for_dummy_run:
+                self.compile_models()
             return draft_tokens
         speculator = self.built.speculator
         states = input_batch.idx_mapping[:num_reqs]
@@ -319,12 +301,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         for route, plans in routes.items():
             batch = self._reader.read(input_batch, plans, num_sampled, last_sampled)
             with self.built.recorder.without_recording(), self._reports.timing(route):
-                if route == HIERARCHICAL:
-                    speculator.propose(batch, draft_tokens)
-                elif route == LEVEL2_ALONE:
-                    speculator.propose_by_level2(batch, draft_tokens)
-                else:
-                    speculator.propose_directly(route, batch, draft_tokens)
+                speculator.propose(route, batch, draft_tokens)
             self._has_proposal[batch.states] = True
             self._reports.add(batch.request_ids, self.built.rows.outcomes[: len(batch)])
 
@@ -340,7 +317,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         if not owners:  # the request finished before the host read the counter
             self._disabled_requests.warn("that has left", "level 1's or level 2's")
         for request_id in owners:
-            self._disabled_requests.add(request_id, "level 1's or level 2's")
+            self._disabled_requests.disable(request_id, "level 1's or level 2's")
         self._reports.add_disabled(owners)
 
     def begin_step(self, scheduler_output) -> None:
@@ -349,7 +326,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         self.plan = plan_of(scheduler_output)
         self.built.context.placeholders.add(scheduler_output.scheduled_new_reqs)
         for request_id in () if self.plan is None else self.plan.disabled:
-            self._disabled_requests.add(request_id, "level 1's or level 2's")
+            self._disabled_requests.disable(request_id, "level 1's or level 2's")
             self.built.slots.release(request_id)
         if self.built.adapters is not None:
             self.built.adapters.begin_step(scheduler_output.scheduled_spec_decode_tokens)
@@ -408,7 +385,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         num_planned = sum(request_id in planned for request_id in new_ids)
         slots.release_without_proposal(num_planned - slots.num_free, kept=planned)
         new_ids = new_ids[: slots.num_free]
-        take_slots(slots, built.rows, new_ids)
+        built.context.take_slots(new_ids)
         lengths = input_batch.num_scheduled_tokens[:num_reqs]
         computed = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy() - lengths
         num_read = input_batch.num_computed_prefill_tokens_np[:num_reqs] + lengths

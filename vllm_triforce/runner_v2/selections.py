@@ -15,8 +15,7 @@ from vllm_triforce.kernels.pass_selection import PassSelectionV2
 from vllm_triforce.kernels.retrieval import build_sparse_tables, score_chunks
 from vllm_triforce.kernels.row_table import Refresh, RowColumn
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import BatchV2
-from vllm_triforce.runner_v2.slots import Slot
+from vllm_triforce.runner_v2.batch import BatchV2, Slot
 from vllm_triforce.selection import POLICIES, Summary
 from vllm_triforce.selection.retrieval import RetrievalPolicy
 

@@ -1,41 +1,60 @@
-"""Speculator of Model Runner V2: proposes through both levels, or from level 1 alone."""
+"""Speculator of Model Runner V2: proposes through both levels, or from level 1 alone.
+
+Rows have a fixed shape. A proposal begins with ``ProposalContext.take_slots()`` and
+``init_rows()``.
+"""
 
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_triforce.controller.routes import HIERARCHICAL
+from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE
 from vllm_triforce.core.loop import Observer, propose
+from vllm_triforce.kernels.draw import Distributions, LevelLogits
 from vllm_triforce.kernels.proposals import (
     PAD_TOKEN,
+    DraftLogits,
     commit_proposals,
     count_full_pass,
     export_distributions,
     extend_proposals,
 )
-from vllm_triforce.kernels.row_table import Refresh
+from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
+from vllm_triforce.kernels.rows import Rows
+from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.metrics.counters import LevelCounters, PartTimes
-from vllm_triforce.runner_v2.batch import BatchV2
-from vllm_triforce.runner_v2.levels import LevelParts, LevelsV2, init_rows, take_slots
+from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext, Slot
+from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2
 
 
 class SpeculatorV2(Observer):
-    """Proposes through both levels, or from level 1 alone, and writes the batch's draft tokens.
+    """Proposes by any route, and writes the batch's draft tokens.
 
     Args:
         sources: level 1's sources by name.
+        level1: source that drafts for level 2; None where level 2 proposes by itself.
+        level2: None where drafts go straight to the full pass.
+        draft_logits: distributions that vLLM's rejection sampler reads.
     """
 
-    def __init__(self, parts: LevelParts, sources: dict[str, DraftSourceV2]) -> None:
+    def __init__(
+        self,
+        context: ProposalContext,
+        sources: dict[str, DraftSourceV2],
+        level1: DraftSourceV2 | None,
+        level2: RetrievalLevelV2 | None,
+        draft_logits: DraftLogits,
+    ) -> None:
+        self.context = context
         self.sources = sources
-        self.level1, self.level2 = parts.level1, parts.level2
-        self.draft_logits = parts.draft_logits
-        self.num_proposed = parts.draft_logits.num_proposed
-        self.times = PartTimes(parts.context.device)
-        self._counters = parts.context.counters
-        self._parts = parts
+        self.level1, self.level2 = level1, level2
+        self.draft_logits = draft_logits
+        self.num_proposed = draft_logits.num_proposed
+        self.times = PartTimes(context.device)
+        self._counters = context.counters
         self._num_passes = 0  # of level 2
 
     @property
@@ -83,11 +102,11 @@ class SpeculatorV2(Observer):
         """Capture CUDA graphs of the configured levels."""
         for source in self.sources.values():
             source.capture(mode)
-        if self.level2 is not None and self._parts.context.config.uses_level2:
+        if self.level2 is not None and self.context.config.uses_level2:
             self.level2.capture(mode)
 
     def keeps_window(self, route: str) -> bool:
-        """Return True if the route's source keeps a window (``DraftSourceV2.keeps_window``)."""
+        """True if the route's source keeps a window (``DraftSourceV2.keeps_window``)."""
         source = self.level1 if route == HIERARCHICAL else self.sources.get(route)
         return source is not None and source.keeps_window
 
@@ -100,44 +119,36 @@ class SpeculatorV2(Observer):
         draft_tokens.fill_(PAD_TOKEN)
         self.num_proposed.index_fill_(0, states, 0)
 
-    def propose(self, batch: BatchV2, draft_tokens: torch.Tensor) -> None:
-        """Propose through both levels, and write ``draft_tokens``."""
-        propose(LevelsV2(self._parts, batch), self)
-        self._finish(draft_tokens, is_direct=False)
+    def propose(self, route: str, batch: BatchV2, draft_tokens: torch.Tensor) -> None:
+        """Propose by a route, and write ``draft_tokens``.
 
-    def propose_by_level2(self, batch: BatchV2, draft_tokens: torch.Tensor) -> None:
-        """Propose a token in each pass of level 2, and write ``draft_tokens``."""
-        propose(LevelsV2(replace(self._parts, level1=None), batch), self)
-        self._finish(draft_tokens, is_direct=False)
-
-    def propose_directly(self, source: str, batch: BatchV2, draft_tokens: torch.Tensor) -> None:
-        """Propose a source's drafts, ``gamma`` tokens a round, and write ``draft_tokens``.
-
-        Rows whose source has no more drafts stay unchanged.
+        Rows whose source has no drafts stay unchanged.
         """
-        with self.times.part("level 1"):
-            self._draft_directly(self.sources[source], batch)
-        self._finish(draft_tokens, is_direct=True)
+        is_direct = route not in (HIERARCHICAL, LEVEL2_ALONE)
+        if is_direct:
+            with self.times.part("level 1"):
+                self._draft_directly(self.sources[route], batch)
+        else:
+            level1 = self.level1 if route == HIERARCHICAL else None
+            propose(LevelsV2(self, level1, batch), self)
+        rows = self.context.rows
+        commit_proposals(rows, draft_tokens, self.draft_logits, self._counters.sums, is_direct)
+        if self.draft_logits.synthetic is not None:
+            self.draft_logits.synthetic.draw(rows, is_direct)
 
     def _draft_directly(self, source: DraftSourceV2, batch: BatchV2) -> None:
-        parts, rows = self._parts, self._parts.context.rows
-        slots = take_slots(parts.slots, rows, batch.request_ids)
+        """Extend proposals by the source's drafts, ``gamma`` tokens a round."""
+        rows, slots = self.context.rows, self.context.take_slots(batch.request_ids)
         source.begin(batch, slots)
-        init_rows(parts, batch, slots, [Refresh.UNUSED] * len(batch))
+        init_rows(self.context, batch, slots, [Refresh.UNUSED] * len(batch))
         for round_number in range(int(batch.max_num_rounds.max())):
             source.draft(batch, rows, is_first=round_number == 0)
             distributions = source.distributions
             extend_proposals(rows, distributions, self._counters.sums)
             if not batch.sampling.all_greedy:
                 logits = None if distributions is None else distributions.logits
-                export_distributions(parts.draft_logits, rows, logits)
+                export_distributions(self.draft_logits, rows, logits)
         source.end(batch, rows)
-
-    def _finish(self, draft_tokens: torch.Tensor, is_direct: bool) -> None:
-        rows = self._parts.context.rows
-        commit_proposals(rows, draft_tokens, self.draft_logits, self._counters.sums, is_direct)
-        if self.draft_logits.synthetic is not None:
-            self.draft_logits.synthetic.draw(rows, is_direct)
 
     def count_full_pass(
         self,
@@ -155,3 +166,94 @@ class SpeculatorV2(Observer):
 
     def on_round_end(self, rows, drafted, verified) -> None:
         self._num_passes += 1
+
+
+def init_rows(
+    context: ProposalContext, batch: BatchV2, slots: list[Slot], refreshes: list[Refresh]
+) -> None:
+    """Send the rows' metadata to the device, which computes how much each may propose."""
+    rows = context.rows
+    for slot in slots:
+        slot.has_proposed = True
+    row_metadata = stack_columns(
+        {
+            RowColumn.BATCH_ROW: batch.batch_rows,
+            RowColumn.STATE: batch.states,
+            RowColumn.SLOT: [slot.index for slot in slots],
+            RowColumn.REFRESH: refreshes,
+            RowColumn.RESERVED: batch.reserved_tokens,
+            RowColumn.LIMIT: np.minimum(batch.max_lens, np.iinfo(np.int32).max),
+            RowColumn.WINDOW_START: [slot.window_start for slot in slots],
+            RowColumn.MAX_TOKENS: batch.max_num_tokens,
+            RowColumn.MAX_ROUNDS: batch.max_num_rounds,
+            RowColumn.ONE_HOT: batch.is_one_hot,
+        }
+    )
+    rows.init(
+        async_tensor_h2d(row_metadata, rows.row_metadata.device),
+        batch.num_computed,
+        batch.num_sampled,
+        batch.last_sampled,
+        batch.parameters,
+    )
+    if batch.sampling.kind != "greedy":  # a graph of any other kind applies processors
+        context.logits_processing.begin()
+
+
+class LevelsV2:
+    """Levels of one proposal (``core/loop.py``).
+
+    A round adds 1 to ``gamma + 1`` tokens to each row. The host launches the planned number of
+    rounds without waiting for the device. Finished rows stay in the batch unchanged, unfinished
+    ones end with the tokens they have. A proposal's end depends on earlier tokens only, never on
+    the token that would come next, so it does not bias the distribution.
+    """
+
+    def __init__(
+        self, speculator: SpeculatorV2, level1: DraftSourceV2 | None, batch: BatchV2
+    ) -> None:
+        assert speculator.level2 is not None, "drafts go straight to the full pass"
+        self._context, self._draft_logits = speculator.context, speculator.draft_logits
+        self._level1, self._level2 = level1, speculator.level2
+        self._batch = batch
+        self._rounds_left = int(batch.max_num_rounds.max())
+        self._is_first = True
+
+    def begin(self) -> None:
+        batch = self._batch
+        slots = self._context.take_slots(batch.request_ids)
+        refreshes = self._level2.selections.schedule_refresh(slots, batch.max_computed_tokens)
+        if self._level1 is not None:
+            self._level1.begin(batch, slots)
+        init_rows(self._context, batch, slots, refreshes)
+        self._level2.begin(batch, slots, refreshes)
+
+    def unfinished(self) -> Rows | None:
+        if not self._rounds_left:
+            return None
+        self._rounds_left -= 1
+        return self._context.rows
+
+    def draft(self, rows: Rows) -> Distributions | None:
+        """Draft a round; return its distributions, None if one-hot or if all rows are greedy."""
+        if self._level1 is None:
+            rows.num_drafted.zero_()
+            return None
+        self._level1.draft(self._batch, rows, self._is_first)
+        self._is_first = False
+        return None if self._batch.sampling.all_greedy else self._level1.distributions
+
+    def forward(self, rows: Rows, drafted: Distributions | None) -> LevelLogits:
+        return self._level2.forward(self._batch.sampling)
+
+    def verify(self, rows: Rows, drafted: Distributions | None, logits: LevelLogits) -> None:
+        context = self._context
+        rate = context.config.synthetic_level1_acceptance
+        verify_drafts(rows, logits, drafted, context.sampler, context.counters.sums, rate)
+        if logits.distributions is not None:
+            export_distributions(self._draft_logits, rows, logits.distributions.logits)
+
+    def end(self) -> None:
+        if self._level1 is not None:
+            self._level1.end(self._batch, self._context.rows)
+        self._level2.scrub(self._batch)

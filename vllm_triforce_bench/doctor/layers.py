@@ -182,7 +182,7 @@ def level2_model_bytes(name: str | None, vllm_config, layers: Layers) -> int:
         kept = num_ends * config.get_vocab_size() * text.hidden_size * config.dtype.itemsize
         bits = 4 if name.endswith("4") else 8
         return kept + (layers.weight_bytes - kept) * bits // (8 * config.dtype.itemsize)
-    from vllm_triforce.core.level2_model import copy_config
+    from vllm_triforce.core.models import copy_config
 
     # Another checkpoint, built from its configuration.
     return _build(copy_config(name, vllm_config))

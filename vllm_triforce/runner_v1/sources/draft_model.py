@@ -7,8 +7,8 @@ import torch
 
 from vllm_triforce.cache.streaming import StreamingWindow
 from vllm_triforce.controller.stop_rule import StopRule
-from vllm_triforce.core.draft_cache import private_cache
 from vllm_triforce.core.model_pass import PassInput, run_model
+from vllm_triforce.core.models import private_cache
 from vllm_triforce.runner_v1.sampling import (
     NAN_TOKEN,
     greedy_tokens,

@@ -7,7 +7,7 @@ import torch
 
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.streaming import StateWindow
-from vllm_triforce.core.head import fusion_of, num_states
+from vllm_triforce.core.models import fusion_of, num_states
 from vllm_triforce.runner_v1.sources.draft_model import ALWAYS, DraftModel, Feed
 from vllm_triforce.runner_v1.sources.source import Match, SourceParts
 
@@ -43,7 +43,7 @@ class HiddenStates:
     over a position replaces its state, so states of rejected drafts need no bookkeeping.
 
     Args:
-        fuse: projects a token's states to the head's input (``core/head.py``).
+        fuse: projects a token's states to the head's input (``core/models.py``).
         dtype: of the states before and after it.
         capacity: positions that a window may need, and those of a proposal.
         hidden_size: numbers of a fused state.

@@ -11,7 +11,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.attention.base import DraftAttention
 from vllm_triforce.cache.streaming import StreamingCache
-from vllm_triforce.core.draft_cache import private_cache
+from vllm_triforce.core.models import private_cache
 from vllm_triforce.kernels.draw import Distributions, LevelLogits, draw_drafts
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import (
@@ -22,11 +22,10 @@ from vllm_triforce.kernels.pass_inputs import (
 )
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import BatchV2
+from vllm_triforce.runner_v2.batch import BatchV2, Slot
 from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.passes import ModelPass, forward, graphed_rounds
 from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
-from vllm_triforce.runner_v2.slots import Slot
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2, SourcePartsV2
 
 

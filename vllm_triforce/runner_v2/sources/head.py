@@ -2,8 +2,8 @@
 
 import torch
 
+from vllm_triforce.runner_v2.batch import Slot
 from vllm_triforce.runner_v2.passes import ModelPass
-from vllm_triforce.runner_v2.slots import Slot
 from vllm_triforce.runner_v2.sources.draft_model import DraftModelV2
 from vllm_triforce.runner_v2.sources.source import SourcePartsV2
 

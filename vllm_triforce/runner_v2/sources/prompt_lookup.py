@@ -3,7 +3,7 @@
 import torch
 
 from vllm_triforce.kernels.prompt_lookup import gather_tokens, look_up
-from vllm_triforce.runner_v2.request_flags import Placeholders
+from vllm_triforce.runner_v2.batch import Placeholders
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2
 
 

@@ -8,9 +8,8 @@ import torch
 
 from vllm_triforce.kernels.draw import Distributions
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext
+from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext, Slot
 from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
-from vllm_triforce.runner_v2.slots import Slot
 
 
 @dataclass
