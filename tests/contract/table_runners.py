@@ -25,7 +25,7 @@ SHAPING = "vllm_triforce/runner_v2/logits_processing.py"
 STATS = "vllm_triforce/scheduler/stats.py"
 LENDING = "vllm_triforce/scheduler/lookahead.py"
 MASKS = "vllm_triforce/scheduler/grammar_masks.py"
-MASKS2 = "vllm_triforce/runner_v2/grammar_masks.py"
+MASKS2 = "vllm_triforce/runner_v2/rejection.py"
 ACCEPTED = "vllm_triforce/scheduler/lookahead.py"
 REJECT2 = "v1/worker/gpu/spec_decode/rejection_sampler.py"
 RUNNER2 = "v1/worker/gpu/model_runner.py"
@@ -117,7 +117,7 @@ RUNNER_V1: list[Surface] = [
     has("sampling_params.py", "SamplingParams", "max_tokens min_p seed", V1),
 ]
 
-HEAD, STATES2 = "vllm_triforce/core/models.py", "vllm_triforce/runner_v2/hidden_states.py"
+HEAD, STATES2 = "vllm_triforce/core/models.py", "vllm_triforce/runner_v2/sources/source.py"
 EAGLE, EAGLE3 = "v1/worker/gpu/spec_decode/eagle/utils.py", "model_executor/models/llama_eagle3.py"
 HEADS: list[Surface] = [
     calls(EAGLE, "load_eagle_model", "target_model, vllm_config", V1),

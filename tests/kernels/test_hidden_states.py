@@ -9,7 +9,7 @@ from tests.kernels.tensors import NO_LIMITS, VOCAB_SIZE, integers
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
+from vllm_triforce.runner_v2.sources.source import HiddenStatesV2
 
 HIDDEN, CAPACITY, SLOTS = 600, 11, 4
 

@@ -93,7 +93,7 @@ def dispatched(manager, *tokens: int, has_prefill: bool = False):
 
 def test_plain_decoding_has_its_graphs(manager):
     assert dispatched(manager, 1, 1, 1).cg_mode == CUDAGraphMode.PIECEWISE, "the mended fault"
-    assert add_plain_decode_graphs(manager) > 0
+    add_plain_decode_graphs(manager)
     stock = manager_of(16, 0)
     for num_reqs in (1, 3, 4, 9, 16):
         desc = dispatched(manager, *(1,) * num_reqs)
@@ -103,12 +103,14 @@ def test_plain_decoding_has_its_graphs(manager):
     assert dispatched(manager, 7, 1).cg_mode == CUDAGraphMode.PIECEWISE
     sizes = [desc.num_tokens for desc in full_graphs(manager)]
     assert sizes == sorted(sizes, reverse=True)
-    assert add_plain_decode_graphs(manager) == 0, "once is enough"
+    add_plain_decode_graphs(manager)
+    assert [desc.num_tokens for desc in full_graphs(manager)] == sizes, "once is enough"
 
 
 def test_every_mix_of_lengths_has_a_graph(manager):
     """Steps that stock vLLM decodes in one graph have one with TriForce."""
-    assert serve_any_mix(manager)
+    serve_any_mix(manager)
+    assert manager.varlen_decode
     add_plain_decode_graphs(manager)
     for tokens in ((7,), (7, 7), (7, 1), (1, 4, 7, 1), (3, 3), (7, 1, 1, 1, 1, 1), (1,) * 9 + (7,)):
         desc = dispatched(manager, *tokens)
@@ -119,7 +121,8 @@ def test_every_mix_of_lengths_has_a_graph(manager):
     assert dispatched(manager, 7, 1, has_prefill=True).cg_mode == CUDAGraphMode.PIECEWISE
     assert dispatched(manager, 8, 1).cg_mode == CUDAGraphMode.PIECEWISE
     captured = full_graphs(manager)
-    assert serve_any_mix(manager) and full_graphs(manager) is captured
+    serve_any_mix(manager)
+    assert full_graphs(manager) is captured
 
 
 def test_plain_graphs_record_nothing_and_serve_no_selection(manager, monkeypatch):

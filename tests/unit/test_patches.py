@@ -268,9 +268,9 @@ BY_HAND = {
     "scheduler/v1.py": {"scheduler_output.num_spec_tokens_to_schedule"},
     "scheduler/placeholders.py": {"scheduler_output.total_num_scheduled_tokens"},
     "runner_v2/adapters.py": {"self._state.__dict__", "self._state.drafts"},
-    "runner_v2/grammar_masks.py": {"masks.__dict__"},
     "runner_v2/decode_graphs.py": {"replacement.__dict__", "replacement.recorder"},
     "runner_v2/rejection.py": {
+        "masks.__dict__",
         "sampler.__dict__",
         "sampler.draft_logits",
         "sampler.supports_logprob_token_ids",

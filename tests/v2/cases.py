@@ -108,7 +108,7 @@ def _memory(llm) -> dict:
     votes = 0 if selections.in_pass is None else selections.in_pass.num_bytes
     kept = {
         "proposals' distributions": parts.speculator.draft_logits.logits.nbytes,
-        "selections": selections.num_bytes - summaries - votes,
+        "selections": selections._selected.nbytes + selections.tables.nbytes,
         "votes": votes,
         "queries": parts.recorder.queries.nbytes,
         "the draft's windows": sum(layer.kv_cache.nbytes for layer in draft_layers),

@@ -233,7 +233,7 @@ class DraftAttention(ABC):
         block_table: torch.Tensor,  # [num_reqs, blocks per window], int32
         max_seq_len: int,
     ) -> dict[str, Any]:
-        """Return metadata by layer of a pass that feeds whole windows (``WindowRebuild``)."""
+        """Return metadata by layer of a pass that feeds whole windows."""
 
 
 def replace_impl(layer, impl_cls: type, **attributes: Any) -> None:

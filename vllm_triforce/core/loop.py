@@ -40,27 +40,21 @@ class Levels(Protocol):
 
     def begin(self) -> None:
         """Select the KV blocks of level 2 and align the window of level 1."""
-        ...
 
     def unfinished(self) -> Any | None:
         """Return the rows whose proposals are shorter than planned, None if there are none."""
-        ...
 
     def draft(self, rows: Any) -> Any:
         """Draft at most ``gamma`` tokens per row with level 1."""
-        ...
 
     def forward(self, rows: Any, draft: Any) -> Any:
         """Compute level 2's logits of each row's newest token and drafts, in one sparse pass."""
-        ...
 
     def verify(self, rows: Any, draft: Any, logits: Any) -> Any:
         """Extend each proposal by its accepted drafts and one recovered or bonus token."""
-        ...
 
     def end(self) -> None:
         """Finish the proposals."""
-        ...
 
 
 class Observer:

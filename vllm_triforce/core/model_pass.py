@@ -125,19 +125,36 @@ def run_model(
     attn_metadata: dict | None,
     slot_mapping: dict[str, torch.Tensor],
     **more: torch.Tensor | None,
-) -> tuple[torch.Tensor, Any]:
-    """Run a model's forward pass.
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Run a model over a ragged batch, as ``forward()`` does.
 
     Args:
         more: further inputs of the model, or ``target_inputs()`` in the place of ``inputs``.
+    """
+    given = {"input_ids": inputs.token_ids, "positions": inputs.positions, **more}
+    return forward(model, vllm_config, len(inputs.token_ids), given, attn_metadata, slot_mapping)
+
+
+def forward(
+    model: torch.nn.Module,
+    vllm_config,
+    num_tokens: int,
+    inputs: dict[str, torch.Tensor | None],
+    attn_metadata: dict | None,
+    slot_mapping: dict[str, torch.Tensor],
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Run a model's forward pass, hidden from KV connectors.
 
     Returns:
-        Hidden states, [num_tokens, hidden_size], and the model's other outputs: the
-        states of a target's auxiliary layers, those that an EAGLE-3 head feeds back, or None.
+        Hidden states, [num_tokens, hidden_size], and the model's other outputs: the states of a
+        target's auxiliary layers, or those that an EAGLE-3 head feeds back.
     """
     context = set_forward_context(
-        attn_metadata, vllm_config, num_tokens=len(inputs.token_ids), slot_mapping=slot_mapping
+        attn_metadata, vllm_config, num_tokens=num_tokens, slot_mapping=slot_mapping
     )
     with hidden_kv_connector(), context:
-        output = model(**{"input_ids": inputs.token_ids, "positions": inputs.positions, **more})
-    return output if isinstance(output, tuple) else (output, None)
+        output = model(**inputs)
+    if not isinstance(output, tuple):
+        return output, ()
+    hidden, further = output
+    return hidden, [further] if isinstance(further, torch.Tensor) else further

@@ -120,9 +120,7 @@ def loading_draft(draft_model: str) -> Iterator[None]:
         ) from error
 
 
-def warm_up(
-    model: torch.nn.Module, vllm_config, device: torch.device, is_copy: bool = False
-) -> None:
+def warm_up(model: nn.Module, vllm_config, device: torch.device, is_copy: bool = False) -> None:
     """Run the draft, or the target's copy, once, to compile it before the first request."""
     more = {}
     inputs = PassInput.from_rows([[0, 0]], [0], device)
@@ -166,11 +164,7 @@ def states_read(
 
 def fusion_of(head: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the projection of a token's states, one after the other, to the head's input."""
-    return getattr(head, "combine_hidden_states", _unchanged)
-
-
-def _unchanged(states: torch.Tensor) -> torch.Tensor:
-    return states
+    return getattr(head, "combine_hidden_states", lambda states: states)
 
 
 def emit_states(target: Any, copy: Any, vllm_config) -> None:

@@ -1,6 +1,5 @@
 """Interface between vLLM's worker and a runner's adapter."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from vllm_triforce.core.models import (
 from vllm_triforce.vllm_patches import swaps
 
 
-class RunnerAdapter(ABC):
+class RunnerAdapter:
     """Base of the adapters in ``runner_v1/runner.py`` and ``runner_v2/runner.py``.
 
     Hooks that an adapter does not need do nothing.
@@ -68,13 +67,12 @@ class RunnerAdapter(ABC):
         """Return the draft's attention layers by name; none without a draft."""
         return attention_layers(self.vllm_config)
 
-    def calibrate(self) -> None:  # noqa: B027
+    def calibrate(self) -> None:
         """Measure the passes before vLLM compiles and captures graphs."""
 
-    def warm_up(self) -> None:  # noqa: B027
+    def warm_up(self) -> None:
         """Compile after vLLM has captured its graphs."""
 
-    @abstractmethod
     def measured_passes(self, remeasure: bool) -> Measurements | None:
         """Return the seconds that passes take, as measured at start-up.
 
@@ -83,8 +81,16 @@ class RunnerAdapter(ABC):
         Args:
             remeasure: measure now, in an engine without requests.
         """
+        return None
 
-    def begin_step(self, scheduler_output) -> None:  # noqa: B027
+    def held_requests(self) -> dict[str, int]:
+        """Count the requests with state, by the part that keeps it."""
+        return {}
+
+    def synchronize_times(self, synchronize: bool) -> None:
+        """Wait for the device wherever a part is timed, unless the host reads every result."""
+
+    def begin_step(self, scheduler_output) -> None:
         """Prepare a step."""
 
     def end_step(self, output):

@@ -167,7 +167,6 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             logger.info("%s", describe(controller))
 
     def measured_passes(self, remeasure: bool) -> Measurements | None:
-        """Return the seconds that passes take; see ``RunnerAdapter``."""
         if remeasure:
             return self._measure()
         model = self.speculator.controller.measured
@@ -187,7 +186,6 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             return calibration.run()
 
     def held_requests(self) -> dict[str, int]:
-        """Count the requests with state, by the part that keeps it."""
         held = self.speculator.held_requests()
         return {**held, "draft probs": len(self._draft_probs), "runner": len(self._requests)}
 
@@ -397,6 +395,3 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             aux,
             [self._runner.requests[request_id].num_tokens for request_id in batch.req_ids],
         )
-
-    def synchronize_times(self, synchronize: bool) -> None:
-        """Do nothing: this runner reads every result on the host, so its times are exact."""

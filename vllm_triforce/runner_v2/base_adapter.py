@@ -111,15 +111,6 @@ class PlainAdapterV2(BaseAdapterV2):
     def sent_counters(self) -> LevelCounters:
         return self._counts.known
 
-    def measured_passes(self, anew: bool) -> None:
-        """Return None: nothing is chosen by measurements."""
-
-    def held_requests(self) -> dict[str, int]:
-        return {}
-
-    def synchronize_times(self, synchronize: bool) -> None:
-        """Do nothing: no part is timed."""
-
     @torch.inference_mode()
     def propose(
         self, input_batch, *args, dummy_run: bool = False, **kwargs

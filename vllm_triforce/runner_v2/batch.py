@@ -210,14 +210,16 @@ class BatchReader:
     Args:
         tables: buffers for each batch's block tables, [max_rows, width], int32, one for each KV
             cache group.
-        rope: vLLM's ``RopeState``; None without M-RoPE.
     """
 
     runner: Any
     flags: RequestFlags
     logits_processing: LogitsProcessing
     tables: Sequence[torch.Tensor]
-    rope: Any = None
+
+    def __post_init__(self) -> None:
+        # None without M-RoPE.
+        self._rope = getattr(self.runner.model_state, "rope_state", None)
 
     def read(
         self,
@@ -237,14 +239,13 @@ class BatchReader:
         state_indices = async_tensor_h2d(states.astype(np.int64), device=runner.device)
         reserved_tokens = tables.num_blocks.np[:, states] * np.array(tables.block_sizes)[:, None]
         sampling = runner.sampler.sampling_states
-        max_lens = np.minimum(runner.max_model_len, runner.req_states.max_seq_len[states])
         return BatchV2(
             request_ids=[input_batch.req_ids[row] for row in rows],
             batch_rows=rows,
             states=states,
             max_computed_tokens=input_batch.seq_lens_cpu_upper_bound.numpy()[rows],
             reserved_tokens=reserved_tokens.min(0),
-            max_lens=max_lens,
+            max_lens=np.minimum(runner.max_model_len, runner.req_states.max_seq_len[states]),
             max_num_tokens=np.array([plan.num_tokens for plan in plans.values()]),
             max_num_rounds=np.array([plan.num_rounds for plan in plans.values()]),
             # The scheduler truncates a proposal where the grammar forbids a token: only one-hot
@@ -266,7 +267,7 @@ class BatchReader:
                 sampling.min_p.gpu,
             ),
             all_token_ids=runner.req_states.all_token_ids.gpu,
-            position_deltas=None if self.rope is None else self.rope.prefill_delta.np[states],
+            position_deltas=None if self._rope is None else self._rope.prefill_delta.np[states],
         )
 
     def _read_sampling(self, states: np.ndarray) -> SamplingV2:

@@ -26,11 +26,10 @@ from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
 from vllm_triforce.runner_v2.batch import Placeholders, ProposalContext, Slots
-from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.selections import SelectionsV2
-from vllm_triforce.runner_v2.sources.source import SourcePartsV2
+from vllm_triforce.runner_v2.sources.source import HiddenStatesV2, SourcePartsV2
 from vllm_triforce.runner_v2.speculator import SpeculatorV2
 
 if TYPE_CHECKING:

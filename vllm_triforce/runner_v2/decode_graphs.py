@@ -27,23 +27,18 @@ def _captures_decode_passes(manager: CudaGraphManager) -> bool:
     return mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL
 
 
-def serve_any_mix(manager: CudaGraphManager) -> bool:
+def serve_any_mix(manager: CudaGraphManager) -> None:
     """Make the manager capture decode graphs for any mix of 1 to ``decode_query_len`` tokens.
 
     They replace the graphs for batches in which all requests have the same number of tokens, as in
     vLLM where it truncates proposals on the device. The attention backend must support it
     (``get_varlen_cudagraph_unsupported_backend`` in vllm/v1/worker/gpu/attn_utils.py).
-
-    Returns:
-        True if the manager's graphs serve any mix.
     """
-    if manager.varlen_decode or not _captures_decode_passes(manager):
-        return manager.varlen_decode
-    swaps.VARLEN_DECODE.set(manager, True)
-    manager._candidates.clear()
-    manager._capture_descs.clear()
-    manager._init_candidates()
-    return True
+    if _captures_decode_passes(manager) and not manager.varlen_decode:
+        swaps.VARLEN_DECODE.set(manager, True)
+        manager._candidates.clear()
+        manager._capture_descs.clear()
+        manager._init_candidates()
 
 
 def thin_decode_graphs(manager: CudaGraphManager) -> None:
@@ -84,17 +79,14 @@ def _coarse_size(num_tokens: int) -> int:
     return round_up(num_tokens, _SIZE_STEP)
 
 
-def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
+def add_plain_decode_graphs(manager: CudaGraphManager) -> None:
     """Add graphs of one token a request to those that the manager captures and dispatches.
 
     vLLM does the same where the number of draft tokens depends on the batch size
     (``CudaGraphManager._init_candidates``).
-
-    Returns:
-        Number of graphs added.
     """
     if manager.decode_query_len == 1 or not _captures_decode_passes(manager):
-        return 0
+        return
     captured = manager._capture_descs.get(CUDAGraphMode.FULL, [])
     captured_sizes = {(desc.num_tokens, desc.uniform_token_count) for desc in captured}
     sizes = sorted(manager.compilation_config.cudagraph_capture_sizes or ())
@@ -116,12 +108,10 @@ def add_plain_decode_graphs(manager: CudaGraphManager) -> int:
                 # First, as graphs for any mix match too. Only single tokens match this one.
                 candidates.insert(0, desc)
         min_tokens = size + 1
-    descs = [*captured, *added]
     # In descending order: smaller graphs share the memory of the largest activations and output.
     manager._capture_descs[CUDAGraphMode.FULL] = sorted(
-        descs, key=lambda desc: desc.num_tokens, reverse=True
+        [*captured, *added], key=lambda desc: desc.num_tokens, reverse=True
     )
-    return len(added)
 
 
 def choose_decode_graphs(runner) -> None:
@@ -163,14 +153,10 @@ class _WithoutRecording(CudaGraphManager):
 
         super().capture(create, *args, **kwargs)
 
-    def dispatch(
-        self, num_reqs, num_tokens, uniform_token_count, num_active_loras, *args, **kwargs
-    ):
+    def dispatch(self, num_reqs, num_tokens, uniform_token_count, *args, **kwargs):
         if uniform_token_count == 1 and self.recorder.is_recording:
             uniform_token_count = None
-        return super().dispatch(
-            num_reqs, num_tokens, uniform_token_count, num_active_loras, *args, **kwargs
-        )
+        return super().dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
 
 
 class PlainGraphsWithoutRecording(ModelCudaGraphManager, _WithoutRecording):

@@ -7,11 +7,10 @@ from functools import partial
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import weak_ref_tensor
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from vllm_triforce.core.model_pass import target_inputs
+from vllm_triforce.core.model_pass import forward, target_inputs
 from vllm_triforce.core.models import states_read
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.runner_v2.adapters import LevelAdapters
@@ -24,7 +23,6 @@ from vllm_triforce.runner_v2.graph_sizes import (
     round_sizes,
 )
 from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, SamplingV2, kernel_scratch
-from vllm_triforce.vllm_patches.stock_behavior import hidden_kv_connector
 
 
 class PassGraphs(CudaGraphManager):
@@ -79,10 +77,8 @@ class PassGraphs(CudaGraphManager):
             if self._adapters is not None:
                 length = desc.uniform_token_count
                 self._adapters.begin_capture(desc.num_active_loras, desc.num_reqs, length)
-            if warmup:
-                run = partial(forward, desc.num_reqs)
-                return lambda mode: on_capture_stream(self.device, run)
-            return lambda mode: forward(desc.num_reqs)
+            run = partial(forward, desc.num_reqs)
+            return lambda mode: on_capture_stream(self.device, run) if warmup else run()
 
         self.capture(create, progress_bar_desc=description)
 
@@ -222,30 +218,6 @@ class ModelPass:
         self._hidden[:num_tokens].copy_(hidden)
         for buffer, further in zip(self.states, states_read(hidden, states)):
             buffer[:num_tokens].copy_(further)
-
-
-def forward(
-    model: torch.nn.Module,
-    vllm_config,
-    num_tokens: int,
-    inputs: dict[str, torch.Tensor | None],
-    metadata: dict | None,
-    slot_mapping: dict[str, torch.Tensor],
-) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """Run a model of levels 1 or 2, hidden from KV connectors.
-
-    Returns:
-        Hidden states, [num_tokens, hidden_size], and further ones (``ModelPass``).
-    """
-    context = set_forward_context(
-        metadata, vllm_config, num_tokens=num_tokens, slot_mapping=slot_mapping
-    )
-    with hidden_kv_connector(), context:
-        output = model(**inputs)
-    if not isinstance(output, tuple):
-        return output, ()
-    hidden, further = output
-    return hidden, [further] if isinstance(further, torch.Tensor) else further
 
 
 @dataclass

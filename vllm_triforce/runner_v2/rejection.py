@@ -1,11 +1,13 @@
-"""vLLM's rejection sampler of Model Runner V2, with level 2's distributions by slot."""
+"""Level 3 on Model Runner V2: vLLM's rejection sampler and grammar masks, made for proposals."""
 
 import torch
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
+from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.kernels.proposals import DraftLogits, level3_test_rows
 from vllm_triforce.kernels.synthetic import ACCEPT_ALL
 from vllm_triforce.vllm_patches import swaps
@@ -125,3 +127,31 @@ class CompleteRejectionSamplerV2(RejectionSampler):
             max_per_req_token_ids=self._num_token_ids,
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
+
+
+class BoundedGrammarMasks(StructuredOutputsWorker):
+    """vLLM's worker, with masks on the device for the drafts that a step can have.
+
+    vLLM allocates ``num_speculative_tokens + 1`` masks for each of ``max_num_seqs`` requests: 0.2
+    GiB for 1,024 requests, 12 drafts and a vocabulary of 128,256. At most ``max_speculating_seqs``
+    requests have drafts.
+    """
+
+    def bound(self, num_rows: int) -> None:
+        """Free masks past ``num_rows``."""
+        if num_rows < len(self.grammar_bitmask):
+            self.grammar_bitmask = self.grammar_bitmask[:num_rows].clone()
+
+    def apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask):
+        num_rows, width = grammar_bitmask.shape
+        if num_rows > len(self.grammar_bitmask):  # sent by a scheduler other than TriForce's
+            self.grammar_bitmask = self.grammar_bitmask.new_zeros(num_rows, width)
+        super().apply_grammar_bitmask(logits, input_batch, grammar_req_ids, grammar_bitmask)
+
+
+def bound_grammar_masks(runner, config: ResolvedConfig) -> None:
+    """Replace the runner's masks, once its model is loaded."""
+    masks = BoundedGrammarMasks.__new__(BoundedGrammarMasks)
+    masks.__dict__ = swaps.STRUCTURED_OUTPUTS.set(runner, masks).__dict__
+    num_drafts = config.max_speculating_seqs * runner.num_speculative_steps
+    masks.bound(runner.max_num_reqs + num_drafts)

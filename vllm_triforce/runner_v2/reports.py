@@ -38,7 +38,7 @@ class Reports:
         """
         if self._number is not None:
             self._pending = partial(
-                self._make_report, self._number, self._rows, self._marks, self._event()
+                self._make_report, self._number, self._rows, self._marks, self._copied()
             )
         self._number, self._rows, self._marks = number, [], []
 
@@ -90,7 +90,8 @@ class Reports:
             self._disabled = ()
         return output
 
-    def _event(self):
+    def _copied(self) -> torch.cuda.Event | None:
+        """Return an event after the copies to the host, None if all are there."""
         if not self._is_gpu or not self._rows:
             return None
         event = torch.cuda.Event()

@@ -16,10 +16,10 @@ from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext, Slot
-from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.passes import ModelPass, graphed_rounds
 from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
 from vllm_triforce.runner_v2.selections import SelectionsV2
+from vllm_triforce.runner_v2.sources.source import HiddenStatesV2
 
 if TYPE_CHECKING:
     from vllm_triforce.kernels.offload import RetrievalPool

@@ -10,7 +10,6 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
 
-from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import MODEL_SOURCE
 from vllm_triforce.controller.measurements import Measurements
@@ -25,9 +24,9 @@ from vllm_triforce.runner_v2.build import SpeculatorPartsV2
 from vllm_triforce.runner_v2.calibration import warm_up_proposals
 from vllm_triforce.runner_v2.decode_graphs import disable_recording_in_plain_graphs
 from vllm_triforce.runner_v2.graph_sizes import num_graphs
-from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.rejection import replace_rejection_sampler
 from vllm_triforce.runner_v2.reports import Reports
+from vllm_triforce.runner_v2.sources.source import HiddenStatesV2
 
 logger = init_logger("vllm.triforce")
 
@@ -158,13 +157,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         replace_rejection_sampler(self._runner, built.speculator.draft_logits)
         disable_recording_in_plain_graphs(self._runner, built.recorder)
         self._routes = Routes(self.config, built, self._flags)
-        self._reader = BatchReader(
-            self._runner,
-            self._flags,
-            built.logits_processing,
-            built.tables,
-            getattr(self._runner.model_state, "rope_state", None),
-        )
+        self._reader = BatchReader(self._runner, self._flags, built.logits_processing, built.tables)
         self._is_allocated = True
 
     def capture(self) -> None:
@@ -197,10 +190,6 @@ class RunnerAdapterV2(BaseAdapterV2):
         return _extrapolate_full_graph_memory(samples, 1 + num_new_graphs) - first_bytes
 
     @property
-    def recorder(self) -> StaticQueryRecorder:
-        return self.built.recorder
-
-    @property
     def counters(self):
         return self.built.speculator.counters
 
@@ -224,8 +213,8 @@ class RunnerAdapterV2(BaseAdapterV2):
     def _warm_up_proposals(self, measures: bool) -> Measurements | None:
         return warm_up_proposals(self.config, self._runner, self.built, measures)
 
-    def measured_passes(self, anew: bool) -> Measurements | None:
-        return self._warm_up_proposals(measures=True) if anew else self._measurements
+    def measured_passes(self, remeasure: bool) -> Measurements | None:
+        return self._warm_up_proposals(measures=True) if remeasure else self._measurements
 
     def held_requests(self) -> dict[str, int]:
         return {"slots": len(self.built.slots), "disabled": len(self._disabled_requests)}
@@ -332,7 +321,7 @@ class RunnerAdapterV2(BaseAdapterV2):
             self.built.adapters.begin_step(scheduler_output.scheduled_spec_decode_tokens)
         # Only level 2 selects, by queries of the full pass before it.
         routes = {HIERARCHICAL} if self.plan is None else self.plan.routes
-        self.recorder.expect(selection=HIERARCHICAL in routes)
+        self.built.recorder.expect(selection=HIERARCHICAL in routes)
         self._reports.begin_step(None if self.plan is None else self.plan.number)
 
     def end_step(self, output):

@@ -79,12 +79,6 @@ class SelectionsV2:
                 attention.head_strides(),
             )
 
-    @property
-    def num_bytes(self) -> int:
-        summary_bytes = sum(summaries.num_bytes for summaries in self.summaries.values())
-        pass_bytes = 0 if self.in_pass is None else self.in_pass.num_bytes
-        return summary_bytes + self._selected.nbytes + pass_bytes + self.tables.nbytes
-
     def schedule_refresh(self, slots: list[Slot], max_computed_tokens: np.ndarray) -> list[Refresh]:
         """Age the slots' selections by a proposal, and say which are due.
 
@@ -154,7 +148,7 @@ class SelectionsV2:
                 self._selected[slot_indices] = self._select(batch, tables, rows, max_chunks)
 
     def _max_newly_full(self, slot: Slot, refresh: Refresh) -> int:
-        """Return an upper bound of the blocks that filled since the previous selection.
+        """Bound the number of blocks that filled since the previous selection.
 
         It follows from token counts, not from the interval: by other routes a request grows
         without selections.

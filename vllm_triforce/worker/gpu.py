@@ -73,7 +73,7 @@ class TriForceGPUWorker(Worker):
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
         if self.use_v2_model_runner:
-            from vllm_triforce.runner_v2.grammar_masks import bound_grammar_masks
+            from vllm_triforce.runner_v2.rejection import bound_grammar_masks
 
             bound_grammar_masks(self.model_runner, self.triforce_config)
 

@@ -8,7 +8,7 @@ import torch
 from vllm_triforce.cache.streaming import StreamingWindow
 from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.core.model_pass import PassInput, run_model
-from vllm_triforce.core.models import private_cache
+from vllm_triforce.core.models import private_cache, states_read
 from vllm_triforce.runner_v1.sampling import (
     NAN_TOKEN,
     greedy_tokens,
@@ -167,7 +167,7 @@ class DraftModel(DraftSource):
         mapping = inputs.slot_mapping(blocks, self.cache.block_size)
         metadata = self._builder.build(0, inputs.common_metadata(table, mapping))
         states = [row.hidden for row in feed if row.hidden is not None]
-        hidden, feedback = run_model(
+        hidden, further = run_model(
             self.model,
             self._vllm_config,
             inputs,
@@ -175,10 +175,8 @@ class DraftModel(DraftSource):
             dict.fromkeys(self._layers, mapping),
             **({"hidden_states": torch.cat(states)} if states else {}),
         )
-        if states and feedback is None:  # an MTP layer has one output for both
-            feedback = hidden
         last = inputs.query_start_loc[1:] - 1
-        outputs = [None] * len(feed) if feedback is None else feedback[last].split(1)
+        outputs = states_read(hidden, further)[0][last].split(1) if states else [None] * len(feed)
         return self.model.compute_logits(hidden[last]), outputs
 
     def _sample(

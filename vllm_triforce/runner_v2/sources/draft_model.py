@@ -1,16 +1,11 @@
 """Draft model over a window of sink and recent tokens (paper, section 4.1)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_triforce.attention.base import DraftAttention
-from vllm_triforce.cache.streaming import StreamingCache
 from vllm_triforce.core.models import private_cache
 from vllm_triforce.kernels.draw import Distributions, LevelLogits, draw_drafts
 from vllm_triforce.kernels.nan_guard import NanScrubber
@@ -23,93 +18,9 @@ from vllm_triforce.kernels.pass_inputs import (
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import BatchV2, Slot
-from vllm_triforce.runner_v2.hidden_states import HiddenStatesV2
 from vllm_triforce.runner_v2.passes import ModelPass, forward, graphed_rounds
 from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2, SourcePartsV2
-
-
-@dataclass
-class WindowRebuild:
-    """Prefills whole windows, a few hundred tokens each; rarely needed.
-
-    Args:
-        build_metadata: from (query_start_loc, seq_lens, block_table, max_seq_len) to attention
-            metadata by layer.
-        max_tokens: tokens of one pass, unless a single window has more.
-        hidden_states: states for a head; None for other drafts.
-    """
-
-    model: Any
-    vllm_config: Any
-    cache: StreamingCache
-    layer_names: list[str]
-    build_metadata: Callable
-    max_tokens: int
-    device: torch.device
-    vocab_size: int
-    hidden_states: HiddenStatesV2 | None = None
-
-    def __call__(
-        self,
-        num_sinks: int,
-        stale: list[tuple[int, Slot, int]],  # state, slot, upper bound of the newest token's index
-        all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
-    ) -> None:
-        """Rebuild the windows of ``stale``.
-
-        An upper bound may lie past a request's newest token. KV that is cached there is
-        overwritten before it is read.
-        """
-        windows = []
-        for state, slot, newest in stale:
-            sinks = np.arange(min(num_sinks, newest + 1))
-            indices = np.concatenate([sinks, np.arange(slot.window_start, newest + 1)])
-            windows.append((state, slot.index, indices))
-        while windows:
-            num_tokens, num_windows = 0, 0
-            while num_windows < len(windows) and (
-                not num_windows or num_tokens + len(windows[num_windows][2]) <= self.max_tokens
-            ):
-                num_tokens += len(windows[num_windows][2])
-                num_windows += 1
-            self._prefill(windows[:num_windows], all_token_ids)
-            windows = windows[num_windows:]
-
-    def _prefill(self, windows, all_token_ids: torch.Tensor) -> None:
-        lens = [len(indices) for _, _, indices in windows]
-        states = np.repeat([state for state, _, _ in windows], lens)
-        slots = np.repeat([slot for _, slot, _ in windows], lens)
-        indices = np.concatenate([indices for _, _, indices in windows])
-        positions = np.concatenate([np.arange(n) for n in lens])
-        block_size = self.cache.block_size
-        blocks = slots * self.cache.blocks_per_slot + positions // block_size
-        columns = np.stack(
-            [states, indices, positions, blocks * block_size + positions % block_size]
-        )
-        # One copy to the device for all.
-        states, indices, positions, slot_mapping = async_tensor_h2d(columns, self.device)
-        starts = np.concatenate([[0], np.cumsum(lens)])
-        metadata = self.build_metadata(
-            async_tensor_h2d(starts, self.device, torch.int32),
-            async_tensor_h2d(lens, self.device, torch.int32),
-            self.cache.block_table[async_tensor_h2d([w[1] for w in windows], self.device)],
-            max(lens),
-        )
-        inputs = {"input_ids": all_token_ids[states, indices], "positions": positions}
-        if self.hidden_states is not None:
-            slots = slot_mapping // (block_size * self.cache.blocks_per_slot)
-            inputs["hidden_states"] = self.hidden_states.before(slots, indices)
-            # Ids that stand for an image may lie outside the vocabulary.
-            inputs["input_ids"] = inputs["input_ids"].clamp(max=self.vocab_size - 1)
-        forward(
-            self.model,
-            self.vllm_config,
-            len(positions),
-            inputs,
-            metadata,
-            dict.fromkeys(self.layer_names, slot_mapping),
-        )
 
 
 class DraftModelV2(DraftSourceV2):
@@ -136,7 +47,8 @@ class DraftModelV2(DraftSourceV2):
         self.cache, builder = private_cache(
             layers, vllm_config, config, rows.max_rows, context.device
         )
-        attention = parts.draft_attention(layers, builder)
+        self._attention = parts.draft_attention(layers, builder)
+        self._hidden_states = parts.hidden_states
         self._model = parts.draft
         self._rows = rows
         self._context = context
@@ -146,27 +58,15 @@ class DraftModelV2(DraftSourceV2):
         self._capacity = config.window_tokens
         # Block tables by row, at a fixed address: a graph is replayed for any slots.
         self._tables = torch.zeros_like(self.cache.block_table)
-        self._rebuild = WindowRebuild(
-            self._model,
-            vllm_config,
-            self.cache,
-            attention.layer_names,
-            attention.ragged,
-            vllm_config.scheduler_config.max_num_batched_tokens,
-            context.device,
-            rows.vocab_size,
-            parts.hidden_states,
-        )
         self._scrubber = NanScrubber(
             [layer.kv_cache for layer in layers.values()], self.cache.block_size, context.device
         )
-        make_pass = partial(self._build_pass, attention)
         gamma = rows.gamma
-        self._first_pass = make_pass(rows.num_speculative_tokens + 1, "level 1 first pass")
+        self._first_pass = self._build_pass(rows.num_speculative_tokens + 1, "level 1 first pass")
         self._round_pass = self._first_pass
         if gamma != rows.num_speculative_tokens:
-            self._round_pass = make_pass(gamma + 1, "level 1 pass of a round")
-        self._step_pass = make_pass(1, "level 1 step")
+            self._round_pass = self._build_pass(gamma + 1, "level 1 pass of a round")
+        self._step_pass = self._build_pass(1, "level 1 step")
         shape = (rows.max_rows, gamma)
         self._logits = torch.zeros(
             *shape, rows.vocab_size, dtype=context.logits_dtype, device=context.device
@@ -203,7 +103,64 @@ class DraftModelV2(DraftSourceV2):
                 stale.append((int(batch.states[row]), slot, newest))
             slot.window_tokens = newest
         if stale:
-            self._rebuild(self._num_sinks, stale, batch.all_token_ids)
+            self._rebuild(stale)
+
+    def _rebuild(
+        self,
+        stale: list[tuple[int, Slot, int]],  # state, slot, upper bound of the newest token's index
+    ) -> None:
+        """Prefill whole windows, a few hundred tokens each; rarely needed.
+
+        An upper bound may lie past a request's newest token. KV that is cached there is
+        overwritten before it is read.
+        """
+        max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        windows: list[tuple[int, int, np.ndarray]] = []
+        num_tokens = 0
+        for state, slot, newest in stale:
+            sinks = np.arange(min(self._num_sinks, newest + 1))
+            indices = np.concatenate([sinks, np.arange(slot.window_start, newest + 1)])
+            if windows and num_tokens + len(indices) > max_tokens:
+                self._prefill(windows)
+                windows, num_tokens = [], 0
+            windows.append((state, slot.index, indices))
+            num_tokens += len(indices)
+        self._prefill(windows)
+
+    def _prefill(self, windows: list[tuple[int, int, np.ndarray]]) -> None:
+        lens = [len(indices) for _, _, indices in windows]
+        device, block_size = self._context.device, self.cache.block_size
+        states = np.repeat([state for state, _, _ in windows], lens)
+        slots = np.repeat([slot for _, slot, _ in windows], lens)
+        indices = np.concatenate([indices for _, _, indices in windows])
+        positions = np.concatenate([np.arange(n) for n in lens])
+        blocks = slots * self.cache.blocks_per_slot + positions // block_size
+        columns = np.stack(
+            [states, indices, positions, blocks * block_size + positions % block_size]
+        )
+        # One copy to the device for all.
+        states, indices, positions, slot_mapping = async_tensor_h2d(columns, device)
+        starts = np.concatenate([[0], np.cumsum(lens)])
+        metadata = self._attention.ragged(
+            async_tensor_h2d(starts, device, torch.int32),
+            async_tensor_h2d(lens, device, torch.int32),
+            self.cache.block_table[async_tensor_h2d([slot for _, slot, _ in windows], device)],
+            max(lens),
+        )
+        inputs = {"input_ids": self._all_token_ids[states, indices], "positions": positions}
+        if self._hidden_states is not None:
+            slots = slot_mapping // (block_size * self.cache.blocks_per_slot)
+            inputs["hidden_states"] = self._hidden_states.before(slots, indices)
+            # Ids that stand for an image may lie outside the vocabulary.
+            inputs["input_ids"] = inputs["input_ids"].clamp(max=self._rows.vocab_size - 1)
+        forward(
+            self._model,
+            self._vllm_config,
+            len(positions),
+            inputs,
+            metadata,
+            dict.fromkeys(self._attention.layer_names, slot_mapping),
+        )
 
     def draft(self, batch, rows, is_first) -> None:
         self._all_greedy = batch.sampling.all_greedy
@@ -276,7 +233,7 @@ class DraftModelV2(DraftSourceV2):
         draft = LevelLogits(best, top, distributions)
         draw_drafts(rows, step, draft, self._context.sampler)
 
-    def _build_pass(self, attention: DraftAttention, query_len: int, name: str) -> ModelPass:
+    def _build_pass(self, query_len: int, name: str) -> ModelPass:
         """Build a pass of ``query_len`` tokens a row over the draft's cache."""
         vllm_config, max_rows = self._vllm_config, self._rows.max_rows
         capacity = self.cache.blocks_per_slot * self.cache.block_size
@@ -286,11 +243,11 @@ class DraftModelV2(DraftSourceV2):
 
         def metadata(num_rows: int) -> dict:
             seq_lens, tables = inputs.seq_lens[:num_rows], self._tables[:num_rows]
-            return attention.uniform(num_rows, query_len, seq_lens, tables, capacity)
+            return self._attention.uniform(num_rows, query_len, seq_lens, tables, capacity)
 
         def slots(num_rows: int) -> dict[str, torch.Tensor]:
             mapping = inputs.slot_mapping[: num_rows * query_len]
-            return dict.fromkeys(attention.layer_names, mapping)
+            return dict.fromkeys(self._attention.layer_names, mapping)
 
         return ModelPass(
             self._model,

@@ -5,7 +5,6 @@ import torch
 from vllm_triforce.runner_v2.batch import Slot
 from vllm_triforce.runner_v2.passes import ModelPass
 from vllm_triforce.runner_v2.sources.draft_model import DraftModelV2
-from vllm_triforce.runner_v2.sources.source import SourcePartsV2
 
 
 class HeadV2(DraftModelV2):
@@ -18,15 +17,11 @@ class HeadV2(DraftModelV2):
     name = "head"
     reads_states = True
 
-    def __init__(self, parts: SourcePartsV2) -> None:
-        super().__init__(parts)
-        assert parts.hidden_states is not None
-        self._hidden_states = parts.hidden_states
-
     def _first_recent(self, slot: Slot) -> int:
         return slot.first_known + 1
 
     def _prepare_first(self, first_pass: ModelPass, num_padded_rows: int) -> None:
+        assert self._hidden_states is not None
         self._hidden_states.gather(first_pass.inputs, num_padded_rows)
         # As when a window is rebuilt.
         first_pass.inputs.token_ids.clamp_(max=self._rows.vocab_size - 1)
