@@ -271,6 +271,7 @@ BY_HAND = {
     "runner_v2/decode_graphs.py": {"replacement.__dict__", "replacement.recorder"},
     "runner_v2/rejection.py": {
         "masks.__dict__",
+        "masks.grammar_bitmask",
         "sampler.__dict__",
         "sampler.draft_logits",
         "sampler.supports_logprob_token_ids",

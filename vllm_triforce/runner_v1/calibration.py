@@ -327,8 +327,7 @@ class Calibration:
     def _query(self) -> torch.Tensor:
         """Make a request's queries, [layers, heads, head_dim], for level 2's selection."""
         assert self._retrieval is not None
-        shape = self._retrieval.attention.query_shape
-        dtype = self._vllm_config.model_config.dtype
+        shape, dtype = self._retrieval.attention.query_shape, self._vllm_config.model_config.dtype
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
 

@@ -97,49 +97,39 @@ class Slot:
     """Upper bound of the request's tokens at the last proposal; -1 if the window is invalid."""
 
 
-class Slots:
+class Slots(dict[str, Slot]):
     """Slots by request, released when a request leaves the engine or loses its blocks."""
 
     def __init__(self, num_slots: int) -> None:
+        super().__init__()
         self._free = list(range(num_slots))[::-1]
-        self._slots: dict[str, Slot] = {}
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._slots
-
-    def __len__(self) -> int:
-        return len(self._slots)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def request_ids(self) -> list[str]:
-        return list(self._slots)
-
     def owners(self, indices: list[int]) -> list[str]:
-        return [request_id for request_id, slot in self._slots.items() if slot.index in indices]
+        return [request_id for request_id, slot in self.items() if slot.index in indices]
 
     def take(self, request_id: str) -> Slot:
         """Return the request's slot, assigning a free one on first use; there must be one."""
-        if request_id not in self._slots:
-            self._slots[request_id] = Slot(self._free.pop())
-        return self._slots[request_id]
+        if request_id not in self:
+            self[request_id] = Slot(self._free.pop())
+        return self[request_id]
 
     def release_without_proposal(self, count: int, kept: Container[str]) -> None:
         """Release at most ``count`` slots that only keep hidden states, except ``kept``."""
-        idle = [r for r, slot in self._slots.items() if not slot.has_proposed and r not in kept]
+        idle = [r for r, slot in self.items() if not slot.has_proposed and r not in kept]
         for request_id in idle[: max(0, count)]:
             self.release(request_id)
 
     def invalidate_windows(self, request_ids: set[str]) -> None:
         """Invalidate the windows of requests whose full pass no proposal follows."""
-        for request_id in request_ids & self._slots.keys():
-            self._slots[request_id].window_tokens = -1
+        for request_id in request_ids & self.keys():
+            self[request_id].window_tokens = -1
 
     def release(self, request_id: str) -> None:
-        slot = self._slots.pop(request_id, None)
-        if slot is not None:
+        if (slot := self.pop(request_id, None)) is not None:
             self._free.append(slot.index)
 
 
@@ -168,7 +158,7 @@ class ProposalContext:
         new_ids = [request_id for request_id in request_ids if request_id not in self.slots]
         taken = [self.slots.take(request_id) for request_id in request_ids]
         if new_ids:
-            indices = np.array([self.slots.take(request_id).index for request_id in new_ids])
+            indices = np.array([self.slots[request_id].index for request_id in new_ids])
             on_device = async_tensor_h2d(indices, device=self.device)
             self.rows.slot_disabled.index_fill_(0, on_device, 0)
         return taken

@@ -310,7 +310,7 @@ def warm_up_proposals(
         runner.kv_cache_config.num_blocks * min(block_sizes) // len(block_sizes),
     )
     # Finished requests, as those of vLLM's warm-up, hold their slots until the next step.
-    for request_id in built.slots.request_ids():
+    for request_id in list(built.slots):
         built.slots.release(request_id)
     adapters = nullcontext() if built.adapters is None else built.adapters.with_dummy_adapters()
     with built.recorder.without_recording(), built.speculator.without_counting(), adapters:

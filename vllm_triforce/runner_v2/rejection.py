@@ -137,11 +137,6 @@ class BoundedGrammarMasks(StructuredOutputsWorker):
     requests have drafts.
     """
 
-    def bound(self, num_rows: int) -> None:
-        """Free masks past ``num_rows``."""
-        if num_rows < len(self.grammar_bitmask):
-            self.grammar_bitmask = self.grammar_bitmask[:num_rows].clone()
-
     def apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask):
         num_rows, width = grammar_bitmask.shape
         if num_rows > len(self.grammar_bitmask):  # sent by a scheduler other than TriForce's
@@ -150,8 +145,9 @@ class BoundedGrammarMasks(StructuredOutputsWorker):
 
 
 def bound_grammar_masks(runner, config: ResolvedConfig) -> None:
-    """Replace the runner's masks, once its model is loaded."""
+    """Replace the runner's masks by fewer, once its model is loaded."""
     masks = BoundedGrammarMasks.__new__(BoundedGrammarMasks)
     masks.__dict__ = swaps.STRUCTURED_OUTPUTS.set(runner, masks).__dict__
-    num_drafts = config.max_speculating_seqs * runner.num_speculative_steps
-    masks.bound(runner.max_num_reqs + num_drafts)
+    num_rows = runner.max_num_reqs + config.max_speculating_seqs * runner.num_speculative_steps
+    if num_rows < len(masks.grammar_bitmask):
+        masks.grammar_bitmask = masks.grammar_bitmask[:num_rows].clone()

@@ -169,20 +169,17 @@ class RunnerAdapterV2(BaseAdapterV2):
         else:
             self.built.speculator.capture(self._graph_mode)
 
-    @property
-    def _has_level2_adapters(self) -> bool:
-        return self._runner.lora_config is not None and not self.level2_model.is_copy
-
     def _estimated_graph_bytes(self) -> int:
         """Estimate the bytes of proposals' graphs as vLLM does for that many graphs of its own."""
         runner = self._runner
+        has_adapters = runner.lora_config is not None and not self.level2_model.is_copy
         num_new_graphs = sum(
             num_graphs(
                 self.config,
                 min(self.max_num_reqs, self.config.max_speculating_seqs),
                 runner.vllm_config.compilation_config.max_cudagraph_capture_size,
                 self.model is not None,
-                len(runner.lora_capture_cases) if self._has_level2_adapters else 0,
+                len(runner.lora_capture_cases) if has_adapters else 0,
             ).values()
         )
         samples = runner.cudagraph_manager._capture_mem_samples
@@ -270,7 +267,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         speculator.begin(draft_tokens, states)
         self._has_proposal[states_np] = False
         self._propose_by_route(routes, input_batch, num_sampled, last_sampled, draft_tokens)
-        speculator.note_counters()
+        self.built.context.counters.note()
         if speculator.known_counters.num_nan_requests > self._num_nan_requests:
             self._report_nan_requests(speculator.known_counters.num_nan_requests)
         self._report.log_if_due(lambda: speculator.counters, logger)
@@ -334,7 +331,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         Preempted requests leave the runner too. A request that prefills is new or has come back.
         """
         slots = self.built.slots
-        request_ids = [*slots.request_ids(), *self._disabled_requests]
+        request_ids = [*slots, *self._disabled_requests]
         if not request_ids:
             return
         prefilling = {
@@ -349,7 +346,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         running = self._runner.req_states.req_id_to_index
         for request_id in request_ids:
             is_new = request_id in prefilling and (
-                request_id not in slots or slots.take(request_id).num_read != prefilling[request_id]
+                request_id not in slots or slots[request_id].num_read != prefilling[request_id]
             )
             if request_id not in running or is_new:
                 slots.release(request_id)
@@ -359,29 +356,28 @@ class RunnerAdapterV2(BaseAdapterV2):
         self, states: HiddenStatesV2, input_batch, aux: Sequence[torch.Tensor]
     ) -> None:
         """Keep the states of a full pass, of requests for which a slot is free."""
-        built, slots, num_reqs = self.built, self.built.slots, input_batch.num_reqs
+        slots, num_reqs = self.built.slots, input_batch.num_reqs
         request_ids = input_batch.req_ids[:num_reqs]
         max_tokens = self._flags.max_tokens[input_batch.idx_mapping_np[:num_reqs]]
-        kept = {
+        new_ids = [
             request_id
             for request_id, limit in zip(request_ids, max_tokens)
-            if request_id in slots or (limit and request_id not in self._disabled_requests)
-        }
+            if limit and request_id not in slots and request_id not in self._disabled_requests
+        ]
         planned = {} if self.plan is None else self.plan.proposing
-        new_ids = [r for r in request_ids if r in kept and r not in slots]
         new_ids.sort(key=lambda request_id: request_id not in planned)
         # The scheduler counts on slots for the requests that it plans for.
         num_planned = sum(request_id in planned for request_id in new_ids)
         slots.release_without_proposal(num_planned - slots.num_free, kept=planned)
         new_ids = new_ids[: slots.num_free]
-        built.context.take_slots(new_ids)
+        self.built.context.take_slots(new_ids)
         lengths = input_batch.num_scheduled_tokens[:num_reqs]
         computed = input_batch.seq_lens_cpu_upper_bound[:num_reqs].numpy() - lengths
         num_read = input_batch.num_computed_prefill_tokens_np[:num_reqs] + lengths
         indices = np.full(num_reqs, -1)
         for row, request_id in enumerate(request_ids):
             if request_id in slots:
-                slot = slots.take(request_id)
+                slot = slots[request_id]
                 indices[row], slot.num_read = slot.index, int(num_read[row])
                 if request_id in new_ids:
                     slot.first_known = int(computed[row])

@@ -53,22 +53,18 @@ class SpeculatorV2(Observer):
         self.level1, self.level2 = level1, level2
         self.draft_logits = draft_logits
         self.num_proposed = draft_logits.num_proposed
-        self.times = PartTimes(context.device)
         self._counters = context.counters
-        self._num_passes = 0  # of level 2
+        self.known_counters = context.counters.known
+        """Counters of at most a few steps ago. The host's own, passes of level 2 and times, are
+        counted here."""
+        self.times = PartTimes(context.device)
+        self.times.seconds = self.known_counters.time_seconds
 
     @property
     def counters(self) -> LevelCounters:
         """Counters so far; waits for the device."""
-        return self._with_host_counts(self._counters.read())
-
-    @property
-    def known_counters(self) -> LevelCounters:
-        """Counters of at most a few steps ago; always the same object."""
-        return self._counters.known
-
-    def _with_host_counts(self, counters: LevelCounters) -> LevelCounters:
-        counters.num_level2_passes = self._num_passes
+        counters = self._counters.read()
+        counters.num_level2_passes = self.known_counters.num_level2_passes
         counters.time_seconds.update(self.times.seconds)
         return counters
 
@@ -79,24 +75,18 @@ class SpeculatorV2(Observer):
     @contextmanager
     def without_counting(self):
         """Leave counters and times as they are; waits for the device."""
-        counts = self._counters.sums.clone(), self._num_passes, dict(self.times.seconds)
+        num_passes = self.known_counters.num_level2_passes
+        counts = self._counters.sums.clone(), num_passes, dict(self.times.seconds)
         try:
             yield
         finally:
             self._set_counts(*counts)
 
     def _set_counts(self, sums: torch.Tensor, num_passes: int, seconds: dict[str, float]) -> None:
-        self._num_passes = num_passes
+        self._counters.set(sums)
+        self.known_counters.num_level2_passes = num_passes
         self.times.seconds.clear()
         self.times.seconds.update(seconds)
-        self._counters.set(sums)
-        self._counters.known.time_seconds.clear()
-        self._with_host_counts(self._counters.known)
-
-    def note_counters(self) -> None:
-        """Update ``known_counters`` to the state at the last call, without a wait."""
-        self._counters.note()
-        self._with_host_counts(self._counters.known)
 
     def capture(self, mode) -> None:
         """Capture CUDA graphs of the configured levels."""
@@ -165,7 +155,7 @@ class SpeculatorV2(Observer):
         return self.times.part(name)
 
     def on_round_end(self, rows, drafted, verified) -> None:
-        self._num_passes += 1
+        self.known_counters.num_level2_passes += 1
 
 
 def init_rows(
