@@ -129,16 +129,15 @@ class ModelPass:
             for _ in range(1 + num_states)
         )
         self._graphs: PassGraphs | None = None
-        self._is_within_capture = False
 
     @contextmanager
     def within_capture(self) -> Iterator[None]:
         """Run without graphs, while a larger graph is captured around the pass."""
-        self._is_within_capture = True
+        graphs, self._graphs = self._graphs, None
         try:
             yield
         finally:
-            self._is_within_capture = False
+            self._graphs = graphs
 
     def capture(self, mode: CUDAGraphMode, has_round_graphs: bool = True) -> None:
         """Capture the pass for the numbers of rows that need it.
@@ -176,15 +175,13 @@ class ModelPass:
 
     def padded_rows(self, num_rows: int) -> int:
         """Return the number of rows that ``run(num_rows)`` reads, whose inputs must be filled."""
-        if self._graphs is None or self._is_within_capture:
-            return num_rows
-        return self._dispatch(self._graphs, num_rows).num_reqs
+        return num_rows if self._graphs is None else self._dispatch(self._graphs, num_rows).num_reqs
 
     def run(self, num_rows: int) -> torch.Tensor:  # [num_rows, query_len, hidden_size]
         """Return hidden states of the inputs, valid until the next run."""
         length = self.inputs.query_len
         hidden = self._hidden[: num_rows * length].unflatten(0, (num_rows, length))
-        if self._graphs is not None and not self._is_within_capture:
+        if self._graphs is not None:
             desc = self._dispatch(self._graphs, num_rows)
             if desc.cg_mode == CUDAGraphMode.FULL:
                 self._graphs.run_fullgraph(desc)
