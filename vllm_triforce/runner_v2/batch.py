@@ -126,7 +126,8 @@ class Slots(dict[str, Slot]):
     def invalidate_windows(self, request_ids: set[str]) -> None:
         """Invalidate the windows of requests whose full pass no proposal follows."""
         for request_id in request_ids & self.keys():
-            self[request_id].window_tokens = -1
+            slot = self[request_id]
+            slot.window_tokens = -1
 
     def release(self, request_id: str) -> None:
         if (slot := self.pop(request_id, None)) is not None:

@@ -54,11 +54,11 @@ class SpeculatorV2(Observer):
         self.draft_logits = draft_logits
         self.num_proposed = draft_logits.num_proposed
         self._counters = context.counters
-        self.known_counters = context.counters.known
+        self.times = PartTimes(context.device)
+        self.known_counters = counters = context.counters.known
         """Counters of at most a few steps ago. The host's own, passes of level 2 and times, are
         counted here."""
-        self.times = PartTimes(context.device)
-        self.times.seconds = self.known_counters.time_seconds
+        counters.time_seconds = self.times.seconds
 
     @property
     def counters(self) -> LevelCounters:
@@ -84,7 +84,8 @@ class SpeculatorV2(Observer):
 
     def _set_counts(self, sums: torch.Tensor, num_passes: int, seconds: dict[str, float]) -> None:
         self._counters.set(sums)
-        self.known_counters.num_level2_passes = num_passes
+        counters = self.known_counters
+        counters.num_level2_passes = num_passes
         self.times.seconds.clear()
         self.times.seconds.update(seconds)
 
@@ -155,7 +156,8 @@ class SpeculatorV2(Observer):
         return self.times.part(name)
 
     def on_round_end(self, rows, drafted, verified) -> None:
-        self.known_counters.num_level2_passes += 1
+        counters = self.known_counters
+        counters.num_level2_passes += 1
 
 
 def init_rows(
