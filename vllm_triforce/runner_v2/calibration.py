@@ -174,9 +174,10 @@ class CalibrationV2:
         full_context, by_num_reqs = self._measure_batches(contexts)
         draft = draft_per_row = 0.0
         for route in filter(self.speculator.keeps_window, self.config.sources):
-            draft, draft_per_row = measure_draft(
-                partial(self._measure_draft, route), self.batches.max_rows
+            round_s, round_per_row = measure_draft(
+                partial(self._measure_round, route, self._context), self.batches.max_rows
             )
+            draft, draft_per_row = round_s / self.config.gamma, round_per_row / self.config.gamma
         level2_by_batch = self._measure_level2(contexts, draft, draft_per_row)
         return Measurements(
             *full,
@@ -238,14 +239,11 @@ class CalibrationV2:
         by_batch = []
         for n in sizes:
             drafts_s = num_drafts * (draft + (n - 1) * draft_per_row)
-            rounds_s = [self._measure_round(HIERARCHICAL, n, c) for c in contexts]
+            rounds_s = [self._measure_round(HIERARCHICAL, c, n) for c in contexts]
             by_batch.append([max(0.0, s - drafts_s) for s in rounds_s])
         return [(n, list(zip(contexts, seconds))) for n, seconds in zip(sizes, rising(by_batch))]
 
-    def _measure_draft(self, route: str, num_rows: int) -> float:
-        return self._measure_round(route, num_rows, self._context) / self.config.gamma
-
-    def _measure_round(self, route: str, num_rows: int, context: int) -> float:
+    def _measure_round(self, route: str, context: int, num_rows: int) -> float:
         """Measure a round as the difference of a longer and a shorter proposal."""
         short_s, long_s = (
             self._timer.seconds(self._propose, route, num_rows, context, num_rounds)

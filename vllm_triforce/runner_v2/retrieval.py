@@ -173,14 +173,10 @@ class RetrievalLevelV2:
         self._has_adapters = adapters is not None
         self._rounds = graphed_rounds(self._forward, [self.model_pass], context, "level 2 round")
 
-    @property
-    def can_capture(self) -> bool:
-        """True if dense layers' metadata depends on shapes alone, as capture requires."""
-        builders = [builder for group in self._groups for _, builder in group.dense]
-        return all(map(self._attention.has_static_metadata, builders))
-
     def capture(self, mode) -> None:
-        if not self.can_capture:
+        # Dense layers' metadata may depend on more than shapes; then nothing can be captured.
+        builders = [builder for group in self._groups for _, builder in group.dense]
+        if not all(map(self._attention.has_static_metadata, builders)):
             return
         if self.pool is not None:
             self.pool.slot_mapping.fill_(-1)
