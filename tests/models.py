@@ -1,9 +1,12 @@
 """Small models for the tests: the embedded pair, and random ones of any geometry."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[1]
 PAIR = Path(os.environ.get("TRIFORCE_TEST_MODELS", ROOT / "examples" / "models"))
@@ -72,9 +75,6 @@ def make_head(
         layers: those before which the target's states are read; None for what ``keys`` say.
         keys: further keys of its config.
     """
-    import json
-
-    from safetensors.torch import save_file
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(target).get_text_config()
@@ -119,10 +119,6 @@ def make_head(
 
 def as_speculators(folder: Path, head: str, target: str) -> str:
     """Save a head of ``make_head`` as the library speculators does; return its folder."""
-    import json
-
-    from safetensors.torch import load_file, save_file
-
     config = json.loads((Path(head) / "config.json").read_text())
     weights = load_file(Path(head) / "model.safetensors")
     layer = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
@@ -158,10 +154,6 @@ def make_mimo(folder: Path, **llama) -> str:
     Args:
         llama: of ``make_llama()``.
     """
-    import json
-
-    from safetensors.torch import load_file, save_file
-
     make_llama(folder, hidden_size=128, num_heads=4, head_dim=32, **llama)  # Qwen2: 128 / 4
     weights = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -197,11 +189,6 @@ def held_out_tokens(tokenizer, num_tokens: int) -> list[int]:
 
 def make_int8(folder: Path, model: str) -> str:
     """Save a model with 8-bit weights and activations, in compressed-tensors' form."""
-    import json
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(model, folder)
     weights = {}
     for name, value in load_file(folder / "model.safetensors").items():
@@ -243,9 +230,6 @@ def make_adapter(
     Args:
         with_head: of ``lm_head`` as well, which must not be tied to the embeddings.
     """
-    import json
-
-    from safetensors.torch import save_file
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model)
@@ -281,8 +265,6 @@ def make_adapter(
 
 def with_adapter(model: torch.nn.Module, folder: str) -> torch.nn.Module:
     """Add an adapter of ``make_adapter`` to the weights of a model of transformers."""
-    from safetensors.torch import load_file
-
     weights = load_file(Path(folder) / "adapter_model.safetensors")
     for name, a in weights.items():
         if ".lora_A." in name:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm import _custom_ops as ops
 
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens, generate
@@ -23,6 +24,7 @@ from vllm_triforce.controller import CostModel
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, PLAIN_ROUTE, Choice
 from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.metrics.report import counters_of
+from vllm_triforce.runner_v1 import calibration
 from vllm_triforce.selection import POLICIES
 
 pytestmark = pytest.mark.engine
@@ -314,10 +316,6 @@ def test_plain_steps_sample_what_stock_samples(engines, pair, text):
 def test_calibration_stays_within_its_tables(engines, pair, monkeypatch, num_speculative_tokens):
     """Every pass that is measured at start-up reads and writes blocks that its table has: beyond
     the table's end the kernel would read anything."""
-    from vllm import _custom_ops as ops
-
-    from vllm_triforce.runner_v1 import calibration
-
     # The finest grid, however slow this machine is.
     monkeypatch.setattr(calibration, "_MAX_SECONDS", float("inf"))
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}

@@ -11,12 +11,14 @@ import sys
 from dataclasses import asdict
 
 import pytest
+from vllm.compilation.counter import compilation_counter
 
 from tests.child import results_of, say
 from tests.conftest import Engines, triforce
 from tests.generation import assert_same_tokens, generate
 from tests.models import PAIR, held_out_tokens, make_llama
 from tests.outputs import speculating
+from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
 
@@ -92,10 +94,6 @@ def compiled(keys: list, folder) -> list[dict]:
 
 def main() -> None:
     """Print what each engine said, as JSON."""
-    from vllm.compilation.counter import compilation_counter
-
-    from vllm_triforce.metrics.report import counters_of
-
     engines, found = Engines(keep=1), []
     for keys in json.loads(sys.argv[1]):
         before = compilation_counter.clone()

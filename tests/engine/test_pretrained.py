@@ -4,6 +4,7 @@ import importlib
 import pydoc_data.topics
 
 import pytest
+from vllm import SamplingParams
 
 from tests.conftest import triforce
 from tests.models import ROOT
@@ -52,8 +53,6 @@ def chats() -> list[list[dict]]:
 
 
 def answers(llm, chats) -> list:
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1)
     if llm.get_tokenizer().chat_template is not None:
         outputs = llm.chat(chats, params, use_tqdm=False)

@@ -11,8 +11,13 @@ import sys
 import time
 
 import pytest
+from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.fuzz.distribution import Distribution
+from tests.fuzz.distribution import Distribution, target_logits
+from tests.fuzz.drive import Answer, Choice, drive
+from tests.fuzz.judge import Running
+from tests.fuzz.models import tokens_of
+from tests.fuzz.power import SETTINGS, fault, streams_until_caught
 from tests.models import PAIR, ROOT
 from tests.parity.disturbing import replaced
 from tests.v2.environment import needs_interpreter, v2_environment
@@ -29,17 +34,12 @@ LEAST_P_VALUE = 1e-5
 
 @pytest.fixture(scope="module")
 def running():
-    from tests.fuzz.judge import Running
-    from tests.fuzz.power import SETTINGS
-
     started = Running(SETTINGS)
     yield started
     started.end()
 
 
 def test_the_fault_is_caught_at_the_boundary(running):
-    from tests.fuzz.power import fault, streams_until_caught
-
     with fault(True):
         caught, _ = streams_until_caught(running, 0, 3, LEAST_P_VALUE, watches_boundary=True)
     assert caught == 1
@@ -47,8 +47,6 @@ def test_the_fault_is_caught_at_the_boundary(running):
 
 @pytest.mark.thorough
 def test_the_fault_is_caught_by_the_distribution(running):
-    from tests.fuzz.power import fault, streams_until_caught
-
     with fault(True):
         caught, judge = streams_until_caught(
             running, 0, MOST_STREAMS, LEAST_P_VALUE, watches_boundary=False
@@ -57,8 +55,6 @@ def test_the_fault_is_caught_by_the_distribution(running):
 
 
 def test_without_the_fault_nothing_is_caught(running):
-    from tests.fuzz.power import fault, streams_until_caught
-
     with fault(False):
         caught, judge = streams_until_caught(running, 1, 5, LEAST_P_VALUE, watches_boundary=True)
     assert caught is None, judge.distribution.pools["without seed"].p_values()
@@ -66,9 +62,6 @@ def test_without_the_fault_nothing_is_caught(running):
 
 def test_a_grammar_that_takes_its_time_is_no_fault(running):
     """Until it is compiled, in a thread, thousands of steps may pass in which nothing runs."""
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    from tests.fuzz.drive import drive
 
     def slowly(self, request):
         time.sleep(2)
@@ -109,10 +102,6 @@ def test_short_run_on_runner_v2():
 
 def test_an_excluded_token_is_found():
     """The distribution's own check: a token that top-k leaves out, and one that it does not."""
-    from tests.fuzz.distribution import target_logits
-    from tests.fuzz.drive import Answer, Choice
-    from tests.fuzz.models import tokens_of
-
     prompt = {"kind": "text", "start": 3, "length": 40}
     logits = target_logits("small", tokens_of("small", prompt), [5])[0]
     best, worst = int(logits.argmax()), int(logits.argmin())

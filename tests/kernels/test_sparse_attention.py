@@ -5,7 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests.kernels.device import DEVICE
 from tests.kernels.oracles import attention
@@ -83,8 +86,6 @@ class Case:
 
     def vllm_layer(self) -> SimpleNamespace:
         """Make a layer as vLLM does under TRITON_ATTN."""
-        from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
-
         impl = object.__new__(TritonAttentionImpl)
         plain = dict.fromkeys(("alibi_slopes", "sinks", "kv_sharing_target_layer_name"))
         impl.__dict__.update(vars(self.impl), **plain)
@@ -183,10 +184,6 @@ def test_flash_attention_is_taken_wherever_it_reads_the_cache(
     of_layer, dtype, expected, monkeypatch
 ):
     """vLLM's Triton kernel leaves most of a GPU idle at level 2."""
-    from vllm.v1.attention.backends import fa_utils
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
-
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
     impl = object.__new__(TritonAttentionImpl if of_layer is None else FlashAttentionImpl)
     impl.head_size, impl.vllm_flash_attn_version = 64, of_layer

@@ -11,6 +11,7 @@ import zipfile
 
 import pytest
 
+import vllm_triforce
 from tests.models import ROOT
 from tools import release
 
@@ -46,8 +47,6 @@ def test_the_wheel_serves_and_its_commands_answer(dist, tmp_path):
 
 
 def test_one_place_says_the_version():
-    import vllm_triforce
-
     assert vllm_triforce.__version__ == release.package_version()
     setup = (ROOT / "setup.cfg").read_text()
     assert "version = attr: vllm_triforce.__version__" in setup

@@ -7,10 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.lora.layers import LoRAMappingType
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_captured_lora_counts
+from vllm.v1.worker.gpu.lora_utils import LoraState
 
 from tests.unit.fake_graphs import without_gpu
+from vllm_triforce.kernels.pass_inputs import PassInputs
+from vllm_triforce.runner_v2 import passes as model_pass
+from vllm_triforce.runner_v2.adapters import LevelAdapters
 
 MAX_LORAS = 3
 LANGUAGE = LoRAMappingType.LANGUAGE
@@ -20,8 +26,6 @@ class Runner:
     """vLLM's runner, as far as adapters need it; it notes the calls in ``told``."""
 
     def __init__(self, device: str = "cuda") -> None:
-        from vllm.v1.worker.gpu.lora_utils import LoraState
-
         self.lora_config = SimpleNamespace(max_loras=MAX_LORAS)
         self.lora_state = LoraState(8)
         self.device = SimpleNamespace(type=device)
@@ -60,8 +64,6 @@ class Runner:
 
 
 def adapters_of(runner):
-    from vllm_triforce.runner_v2.adapters import LevelAdapters
-
     return LevelAdapters(runner)
 
 
@@ -152,11 +154,6 @@ def test_trials_have_adapters_that_are_made_once(runner):
 @pytest.fixture
 def captured(runner, monkeypatch):
     """Capture a pass of at most four rows of three tokens; ``replayed`` notes its graphs."""
-    from vllm.config.compilation import CUDAGraphMode
-
-    from vllm_triforce.kernels.pass_inputs import PassInputs
-    from vllm_triforce.runner_v2 import passes as model_pass
-
     replayed = without_gpu(monkeypatch)
     monkeypatch.setattr(
         model_pass, "forward", lambda *args: (torch.zeros(args[2], 2, dtype=torch.float32), ())
@@ -208,7 +205,6 @@ def test_a_graph_has_room_for_any_mix_of_adapters(runner, num_rows):
     """With ``specialize_active_lora`` a batch of more adapters would lose the last."""
     pytest.importorskip("triton")
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
-    from vllm.lora.utils import get_captured_lora_counts
 
     meta = LoRAKernelMeta.make(
         MAX_LORAS, 64, "cpu", get_captured_lora_counts(MAX_LORAS, specialize=True)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_triforce.runner_v1.batch import RunnerBatch
 from vllm_triforce.runner_v1.draft_batch import Proposal
 from vllm_triforce.runner_v1.draft_probs import Check, ContractViolation, DraftProbsStore
 from vllm_triforce.runner_v1.runner import RunnerAdapterV1
@@ -136,8 +137,6 @@ def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):
 
 def test_as_many_are_speculated_on_at_a_time_as_asked_for():
     """Requests that were speculated on before go first."""
-    from vllm_triforce.runner_v1.batch import RunnerBatch
-
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c", "d"]))
     reader = RunnerBatch(runner, None, None, (), None)
     assert reader.limit_rows([1, 3], {"d"}, 2) == [1, 3]

@@ -7,6 +7,10 @@ from types import SimpleNamespace
 
 import prometheus_client
 import pytest
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tests.unit.wrapping import wrap
 from vllm_triforce.metrics import carrier
@@ -65,9 +69,6 @@ def test_log_line_at_an_interval(monkeypatch, caplog):
 
 def to_front(output):
     """Send an output through pickle, the scheduler and vLLM's messages."""
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     def scheduler(self, scheduler_output, model_runner_output):
         return {0: EngineCoreOutputs(scheduler_stats=SchedulerStats(num_running_reqs=1))}
@@ -79,8 +80,6 @@ def to_front(output):
 
 def test_counters_travel_with_vllms_messages():
     """Deltas arrive once, under their engine's label; vLLM's stats are untouched."""
-    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
-
     registry = prometheus_client.CollectorRegistry()
     prometheus = TriForcePrometheus(
         partial(prometheus_client.Counter, registry=registry),

@@ -11,13 +11,24 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from vllm.platforms import current_platform
+from vllm.triton_utils import dispatcher
+from vllm.utils import cpu_triton_utils
+from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
 from tests.contract.contract import installed
 from tests.contract.test_contract import NEXT_RELEASE
 from tests.models import ROOT
 from tests.registry.overlay import touched_files
+from tools.docs_tables import stale
+from tools.ledger import LEDGER, written
 from tools.vllm_source import fetch
 from vllm_triforce.vllm_patches import PATCHES
+from vllm_triforce.vllm_patches.cpu_build import (
+    expand_kernel_works,
+    fix_expand_kernel,
+    fix_kernel_rebinding,
+)
 from vllm_triforce.vllm_patches.patch import Patch
 from vllm_triforce.vllm_patches.swaps import Swap
 
@@ -53,22 +64,12 @@ def assert_applies(diff: Path, vllm: Path) -> None:
 @pytest.fixture()
 def fresh_host():
     """Register vLLM's kernel as the CPU platform does."""
-    from vllm.platforms import current_platform
-    from vllm.utils import cpu_triton_utils
-
-    from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
-
     fix_kernel_rebinding()  # another test of this process may have loaded numba
     importlib.reload(cpu_triton_utils)
     current_platform.register_triton_kernel_overrides()
 
 
 def test_expand_kernel_is_mended_once(fresh_host):
-    from vllm.platforms import current_platform
-    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
-
-    from vllm_triforce.vllm_patches.cpu_build import expand_kernel_works, fix_expand_kernel
-
     assert not expand_kernel_works(), "vLLM has mended this itself: delete the patch"
     assert fix_expand_kernel() is True
     assert fix_expand_kernel() is False
@@ -84,8 +85,6 @@ def test_expand_kernel_is_mended_once(fresh_host):
 
 
 def test_ledger_is_current():
-    from tools.ledger import LEDGER, written
-
     ledger = LEDGER.read_text()
     assert written(ledger) == ledger, "run python tools/ledger.py"
     name = "`GPUModelRunner (V1).drafter`"
@@ -100,8 +99,6 @@ def test_ledger_is_current():
 
 
 def test_tables_of_keys_and_metrics_are_current():
-    from tools.docs_tables import stale
-
     assert not stale(), "run python tools/docs_tables.py"
 
 
@@ -317,9 +314,6 @@ def test_nothing_else_writes_onto_objects_of_vllm():
 def test_an_engine_can_start_beside_llvmlite(monkeypatch):
     """vLLM's scan of all modules fails where ngram loaded llvmlite."""
     import llvmlite.binding  # noqa: F401
-    from vllm.triton_utils import dispatcher
-
-    from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
 
     class Kernel:
         pass

@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.conftest import triforce
 from tests.packages import BROKEN, GROUP, POLICY, put_project
+from tests.refusals import engine_config
+from vllm_triforce.config import TriForceConfig, checks, draft_sources, triforce_config
 from vllm_triforce.registry import Registry
 from vllm_triforce.selection import POLICIES
 
@@ -81,8 +84,6 @@ def test_two_packages_with_one_name_are_refused(install):
 
 
 def test_configuration_knows_it(install, monkeypatch):
-    from vllm_triforce.config import TriForceConfig, draft_sources, triforce_config
-
     install("mine", {"newest": "mine_module:Newest"})
     install("source", {"repeat": "source_module:Repeat"}, "", SOURCES)
     sources = Registry("vllm_triforce.runner_v1.sources", ("source", "DraftSource"), SOURCES)
@@ -97,10 +98,6 @@ def test_configuration_knows_it(install, monkeypatch):
 
 def test_a_broken_policy_is_refused_with_the_configuration(install, monkeypatch, gqa_pair):
     """The message names the fault before a model is loaded."""
-    from tests.conftest import triforce
-    from tests.refusals import engine_config
-    from vllm_triforce.config import checks, triforce_config
-
     install("broken", BROKEN)
     monkeypatch.setattr(triforce_config, "POLICIES", policies())
     monkeypatch.setattr(checks, "POLICIES", triforce_config.POLICIES)

@@ -12,12 +12,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from tests.unit.wrapping import wrap
+from vllm_triforce.runner_v2 import reports
+from vllm_triforce.scheduler.lookahead import PrefixCacheMixin
+from vllm_triforce.vllm_patches.engine_args import _choose_scheduler
 from vllm_triforce.vllm_patches.stock_behavior import mark
 
 
 def test_the_scheduler_is_chosen_by_runner_and_scheduling():
-    from vllm_triforce.vllm_patches.engine_args import _choose_scheduler
-
     package = "vllm_triforce.scheduler"
     for is_async, is_v2, given, expected in (
         (True, True, None, f"{package}.v2.TriForceAsyncSchedulerV2"),
@@ -36,8 +37,6 @@ def test_the_scheduler_is_chosen_by_runner_and_scheduling():
 @pytest.fixture
 def handler(monkeypatch):
     """Make handlers of proposals that copy on the host."""
-    from vllm_triforce.runner_v2 import reports
-
     nothing = SimpleNamespace(
         synchronize=lambda: None, record=lambda: None, wait_stream=lambda stream: None
     )
@@ -78,7 +77,6 @@ def test_tokens_reported_to_a_grammar(handler, is_asynchronous, expected):
 )
 def test_blocks_that_accepted_tokens_fill_are_cached(accepted, computed, is_stale, cached):
     """The request had a hundred tokens, all but the last computed."""
-    from vllm_triforce.scheduler.lookahead import PrefixCacheMixin
 
     class Base:
         def _update_request_with_output(self, request, new_token_ids, is_stale):

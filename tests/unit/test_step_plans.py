@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.unit.stepping import add, scheduler, step
 from tests.unit.worlds import LONG_PAYS
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config import TriForceConfig, checks
 from vllm_triforce.controller.async_controller import AsyncController, Outcome
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.messages import (
@@ -26,6 +26,8 @@ from vllm_triforce.core.messages import (
     plan_of,
     report_of,
 )
+from vllm_triforce.runner_v2.reports import Reports
+from vllm_triforce.vllm_patches.engine_args import _split
 
 ALL = RequestPlan(HIERARCHICAL, 6, 3)
 
@@ -165,8 +167,6 @@ def test_decisions_begin_with_measurements(monkeypatch, accepted):
 
 
 def test_a_report_goes_with_the_output_of_the_step_after():
-    from vllm_triforce.runner_v2.reports import Reports
-
     reports, device = Reports(torch.device("cpu")), torch.device("cpu")
     outcomes = torch.tensor([[6, 3, 4, 1]], dtype=torch.int32, device=device)
     reports.begin_step(7)
@@ -197,9 +197,6 @@ def test_a_report_goes_with_the_output_of_the_step_after():
 def test_nothing_is_left_open_for_a_scheduler_that_makes_no_plans(
     monkeypatch, scheduler_cls, is_chosen
 ):
-    from vllm_triforce.config import checks
-    from vllm_triforce.vllm_patches.engine_args import _split
-
     monkeypatch.setattr(checks, "has_fixed_shapes", lambda: True)
     keys = {"method": "triforce"}
     asked = SimpleNamespace(speculative_config=keys, scheduler_cls=scheduler_cls, max_num_seqs=None)
