@@ -1,13 +1,25 @@
-"""A module of the tests in a process of its own, which says what it saw as JSON."""
+"""Processes of their own: commands, and modules of the tests that say what they saw as JSON."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.models import ROOT
 
 _MARKER = "RESULTS "
+
+
+def run(*command, code: int = 0, **more) -> subprocess.CompletedProcess:
+    """Run a command in the project's folder; fail with what it said if its status is another.
+
+    Args:
+        more: of ``subprocess.run()``.
+    """
+    command = [str(part) for part in command]
+    more = {"cwd": ROOT, "capture_output": True, "text": True, **more}
+    done = subprocess.run(command, **more)
+    assert done.returncode == code, done.stdout[-20000:] + done.stderr[-5000:]
+    return done
 
 
 def say(results) -> None:
@@ -15,20 +27,8 @@ def say(results) -> None:
     print(_MARKER + json.dumps(results), flush=True)
 
 
-def results_of(module: str, *arguments: str, cwd: Path = ROOT, timeout: float = 1200, **more):
-    """Run a module; return what it says by ``say()``.
-
-    Args:
-        more: of ``subprocess.run()``.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        **more,
-    )
+def results_of(module: str, *arguments: str, **more):
+    """Run a module as ``run()`` does; return what it says by ``say()``."""
+    done = run(sys.executable, "-m", module, *arguments, **{"timeout": 1200, **more})
     said = [line for line in done.stdout.splitlines() if line.startswith(_MARKER)]
-    assert said, done.stdout[-3000:] + done.stderr[-5000:]
     return json.loads(said[-1].removeprefix(_MARKER))

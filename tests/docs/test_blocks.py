@@ -9,7 +9,6 @@ scripts must be in their help: what runs for minutes is run by other tests with 
 import functools
 import json
 import re
-import subprocess
 import sys
 from functools import cache
 from itertools import pairwise
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.child import run
 from tests.docs.blocks import Block, blocks
 from tests.docs.named_models import write_named_models
 from tests.models import ROOT
@@ -111,7 +111,7 @@ def check(words: list[str]) -> None:
     if program in ("bash", "sh") or words[0].startswith("./"):
         script = ROOT / (arguments[0] if program in ("bash", "sh") else words[0])
         assert script.is_file(), script
-        subprocess.run(["bash", "-n", script], check=True)
+        run("bash", "-n", script)
         return None
     if program in ("pytest", "ruff", "mypy", "cd", "rm", "export", "vllm", "diff"):
         return check_other(program, arguments)
@@ -171,8 +171,7 @@ def check_ours(arguments: list[str]) -> None:
 
 def check_make(arguments: list[str]) -> None:
     dry = ["make", "-n", *(a for a in arguments if not a.startswith("ARGS="))]
-    done = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(*dry)
 
 
 def check_pip(arguments: list[str]) -> None:
@@ -221,6 +220,4 @@ def options(arguments: list[str]) -> list[str]:
 
 @cache
 def help_of(*command: str) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run(*command).stdout

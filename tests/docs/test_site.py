@@ -6,13 +6,13 @@
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
+from tests.child import run
 from tests.models import ROOT
 
 NEEDED = ("mkdocs", "material", "mkdocstrings")
@@ -30,14 +30,8 @@ LINK = re.compile(r'<a\b[^>]*?\bhref="([^"]*)"')
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder)
+    run(*command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     return folder
 
 

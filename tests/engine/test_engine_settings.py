@@ -6,7 +6,6 @@ Tensor and data parallelism start processes and take minutes on two cores: they 
 
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 from vllm import SamplingParams
 
-from tests.child import results_of
+from tests import child
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens
 from tests.inside import controller_of
-from tests.models import ROOT, make_architecture, make_int8
+from tests.models import make_architecture, make_int8
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.serving import MODEL, serve
 from vllm_triforce.metrics.report import counters_of
@@ -39,10 +38,9 @@ def test_a_copy_takes_what_the_doctor_says(pair, tmp_path, name):
     options = ["--dtype", "float32", "--speculative-config", json.dumps(keys)]
     # In a process of its own: vLLM keeps the rotary embeddings that the doctor builds without data.
     command = [sys.executable, "-m", "vllm_triforce.cli", "doctor", pair["target"], *options]
-    done = subprocess.run(
-        [*command, "--json", "--machine", "H200"], capture_output=True, text=True, cwd=ROOT
-    )
-    said = json.loads(done.stdout)["memory"]["level2_model_bytes"]
+    said = json.loads(child.run(*command, "--json", "--machine", "H200").stdout)["memory"][
+        "level2_model_bytes"
+    ]
     parts = load_file(f"{copy if name == 'int8' else pair['target']}/model.safetensors").values()
     assert name == "int8" or {part.dtype for part in parts} == {torch.bfloat16}
     assert sum(part.nbytes for part in parts) == pytest.approx(said, rel=0.02)
@@ -169,7 +167,7 @@ def test_parallel(engines, pair, text, case):
     if case == "ray":
         pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    results = results_of("tests.engine.parallel_case", case, env=env)
+    results = child.results_of("tests.engine.parallel_case", case, env=env)
     stock = engines.get(pair["target"])
     prompts = [text[:900], text[1000:1700], text[2000:2400], text[300:800]]
     wanted = run(stock, prompts, [GREEDY] * 4)

@@ -7,11 +7,11 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 
 import pytest
 
+from tests import child
 from tests.models import ROOT
 from tests.one_process import allow_many_engines
 from tests.serving import serve
@@ -26,15 +26,8 @@ FIGURES = r"Level 2: (\d+) of (\d+) tokens accepted"
 
 
 def run(*command, env: dict | None = None, code: int = 0) -> str:
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", **(env or {})},
-    )
-    assert done.returncode == code, done.stdout + done.stderr
+    env = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", **(env or {})}
+    done = child.run(*command, code=code, env=env, timeout=400)
     return done.stdout + done.stderr
 
 

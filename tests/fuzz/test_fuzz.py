@@ -1,26 +1,27 @@
 """A short run of the fuzzer finds nothing, and would have found a fault that was there once.
 
-Power, with the fault of ``power.py`` put back: what is handed to the rejection sampler gives it
-away in the first stream, the tokens alone after some.
+Power, with the fault put back: what is handed to the rejection sampler gives it away in the first
+stream, the tokens alone after some.
 """
 
 import json
 import os
-import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.child import run
 from tests.fuzz.distribution import Distribution, target_logits
 from tests.fuzz.drive import Answer, Choice, drive
-from tests.fuzz.judge import Running
+from tests.fuzz.judge import Judge, Running
 from tests.fuzz.models import tokens_of
-from tests.fuzz.power import SETTINGS, fault, streams_until_caught
-from tests.models import PAIR, ROOT
+from tests.models import PAIR
 from tests.parity.disturbing import replaced
 from tests.v2.environment import needs_interpreter, v2_environment
+from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,8 +29,69 @@ pytestmark = [
     pytest.mark.skipif(not (PAIR / "target").exists(), reason=f"no model pair in {PAIR}"),
 ]
 
-MOST_STREAMS = 120
 LEAST_P_VALUE = 1e-5
+SETTINGS = {
+    "model": "small",
+    "lora": False,
+    "engine": {
+        "block_size": 32,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 8 * 25,
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "fcfs",
+        "seed": 0,
+    },
+    "triforce": {
+        "retrieval_budget": 128,
+        "min_context": 0,
+        "num_sink_tokens": 4,
+        "num_recent_tokens": 60,
+        "refresh_interval": 3,
+        "draft": "model",
+        "num_speculative_tokens": 6,
+        "gamma": 2,
+        "adaptive": False,
+        "levels": "1,2,3",
+    },
+}
+
+
+def mixed_stream(number: int) -> list[dict]:
+    """A greedy request in the batch's first row, and behind it sampled ones that are near their
+    ends, so that their proposals are shorter than its own."""
+    length = 256 + 4 + number % 8
+    prompt = {"kind": "text", "start": 37 * number % 7000, "length": length, "shared": 256}
+    greedy = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    sampled = {"max_tokens": 5, "temperature": 1.0, "ignore_eos": True, "n": 4}
+    requests = [greedy] + [sampled] * 10
+    return [{"prompt": prompt, "params": params, "arrive": 0} for params in requests]
+
+
+@contextmanager
+def fault():
+    """Hand up of each token the distribution of the one before it in the batch, where a greedy
+    request's are certain."""
+
+    def shifted(store, *step):
+        rows = take(store, *step)
+        return None if rows is None else rows.roll(1, 0)
+
+    with replaced(DraftProbsStore, "take", shifted) as take:
+        yield
+
+
+def streams_until_caught(
+    running: Running, most: int, first: int = 0, watches_boundary: bool = True
+) -> tuple[int | None, dict[str, float]]:
+    """Streams until a check other than greedy ones says that something is wrong; p-values."""
+    judge = Judge(watches_boundary=watches_boundary, compares_greedy=False, compares_alone=False)
+    pool = judge.distribution.pools["without seed"]
+    for i in range(most):
+        faults = judge.check(running, mixed_stream(first + i), first + i)
+        if faults or pool.p_value() < LEAST_P_VALUE:
+            return i + 1, pool.p_values()
+    return None, pool.p_values()
 
 
 @pytest.fixture(scope="module")
@@ -40,24 +102,20 @@ def running():
 
 
 def test_the_fault_is_caught_at_the_boundary(running):
-    with fault(True):
-        caught, _ = streams_until_caught(running, 0, 3, LEAST_P_VALUE, watches_boundary=True)
-    assert caught == 1
+    with fault():
+        assert streams_until_caught(running, 3)[0] == 1
 
 
 @pytest.mark.thorough
 def test_the_fault_is_caught_by_the_distribution(running):
-    with fault(True):
-        caught, judge = streams_until_caught(
-            running, 0, MOST_STREAMS, LEAST_P_VALUE, watches_boundary=False
-        )
-    assert caught, judge.distribution.pools["without seed"].p_values()
+    with fault():
+        caught, p_values = streams_until_caught(running, 120, watches_boundary=False)
+    assert caught, p_values
 
 
 def test_without_the_fault_nothing_is_caught(running):
-    with fault(False):
-        caught, judge = streams_until_caught(running, 1, 5, LEAST_P_VALUE, watches_boundary=True)
-    assert caught is None, judge.distribution.pools["without seed"].p_values()
+    caught, p_values = streams_until_caught(running, 5, first=5)
+    assert caught is None, p_values
 
 
 def test_a_grammar_that_takes_its_time_is_no_fault(running):
@@ -79,13 +137,9 @@ def fuzzed(runner: str, num_streams: int) -> dict:
     environment = v2_environment() if runner == "v2" else {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.fuzz", "--runner", runner, "--shrink-seconds", "0"]
     command += ["--minutes", "9", "--most-engines", "1", "--per-engine", str(num_streams)]
-    child = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    printed = "\n" + child.stdout
-    assert "\n{\n" in printed, child.stderr[-5000:]
+    printed = "\n" + run(*command, env=environment, timeout=600).stdout
     report = json.loads(printed[printed.rindex("\n{\n") :])
-    assert not report["faults"], child.stdout[-20000:]
+    assert not report["faults"]
     assert not report["engines that did not start"], report
     return report
 

@@ -5,13 +5,13 @@ The same functions are the checklist's (``tools/release.py``), which installs th
 stock vLLM in an environment of its own; here it comes before the checkout's in this one.
 """
 
-import subprocess
 import sys
 import zipfile
 
 import pytest
 
 import vllm_triforce
+from tests.child import run
 from tests.models import ROOT
 from tools import release
 
@@ -40,10 +40,7 @@ def test_the_wheel_serves_and_its_commands_answer(dist, tmp_path):
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     assert "TriForce metrics: Mean acceptance length" in release.smoke(python, tmp_path)
-    done = subprocess.run(
-        [python, "-m", "vllm_triforce.cli", "--help"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "doctor" in done.stdout, done.stderr
+    assert "doctor" in run(python, "-m", "vllm_triforce.cli", "--help", cwd=tmp_path).stdout
 
 
 def test_one_place_says_the_version():

@@ -5,15 +5,15 @@ The matrix runs every backend in ``BACKENDS`` that fits this machine; one added 
 """
 
 import inspect
-import subprocess
 import sys
 
 import pytest
 import torch
 from vllm.platforms import Platform, PlatformEnum, current_platform
 
+from tests.child import run
 from tests.kernels.oracles import attention
-from tests.models import ROOT, make_llama
+from tests.models import make_llama
 from vllm_triforce.attention.base import (
     DraftAttention,
     RaggedRetrievalAttention,
@@ -97,9 +97,7 @@ for backend, expected in zip(backends, ({"cpu"}, {"cpu", "gpu"})):
 
 
 def test_only_the_platforms_own_is_loaded():
-    command = [sys.executable, "-c", LOADED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(sys.executable, "-c", LOADED)
 
 
 def test_a_ragged_runner_refuses_a_backend_of_fixed_shapes(monkeypatch):

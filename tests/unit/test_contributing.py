@@ -2,11 +2,11 @@
 
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 
+from tests import child
 from tests.models import ROOT
 
 pytestmark = pytest.mark.slow
@@ -85,11 +85,7 @@ def copy(tmp_path):
 
 
 def run(folder, *command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return child.run(sys.executable, *command, cwd=folder, timeout=600).stdout
 
 
 @pytest.mark.thorough

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import inspect
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +15,7 @@ from vllm.triton_utils import dispatcher
 from vllm.utils import cpu_triton_utils
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
+from tests.child import run
 from tests.contract.contract import installed
 from tests.contract.test_contract import NEXT_RELEASE
 from tests.models import ROOT
@@ -53,12 +53,7 @@ def test_upstream_diff_applies_to_the_next_release(diff):
 
 
 def assert_applies(diff: Path, vllm: Path) -> None:
-    done = subprocess.run(
-        ["patch", "--dry-run", "--batch", "--forward", "-p1", "-d", vllm.parent, "-i", diff],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("patch", "--dry-run", "--batch", "--forward", "-p1", "-d", vllm.parent, "-i", diff)
 
 
 @pytest.fixture()

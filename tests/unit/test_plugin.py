@@ -7,13 +7,13 @@ import json
 import logging
 import os
 import pickle
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from tests import child
 from tests.conftest import triforce
 from tests.models import make_architecture
 from tests.refusals import engine_config, refused
@@ -65,13 +65,7 @@ def test_inert_unless_asked_for(gqa_pair, tmp_path):
 
     def run(plugins: dict) -> tuple[str, list[str]]:
         env = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **plugins}
-        done = subprocess.run(
-            [sys.executable, "-c", _PRINT_CONFIG, *models],
-            env=env,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = child.run(sys.executable, "-c", _PRINT_CONFIG, *models, env=env)
         lines = (done.stdout + done.stderr).splitlines()
         # The log's lines carry the time and the process.
         return [line.split("] ", 1)[-1] for line in lines if "Warning" not in line]
@@ -135,13 +129,8 @@ def test_a_vllm_without_a_wrapped_name_is_left_alone():
         "Scheduler.update_from_output",
         "StatLoggerManager.record",
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", _ANOTHER_VLLM, *names],
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    env = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"}
+    done = child.run(sys.executable, "-c", _ANOTHER_VLLM, *names, env=env)
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "leaves this" in line]
     assert len(lines) == len(names)
     for name, line in zip(names, lines):
@@ -239,16 +228,9 @@ def test_finders_of_other_packages(tmp_path, monkeypatch, is_first):
 
 
 def test_a_refusal_by_the_server_is_its_last_line_alone(gqa_pair):
-    done = subprocess.run(
-        [
-            Path(sys.executable).parent / "vllm",
-            *("serve", gqa_pair["target"], "--skip-tokenizer-init"),
-            *("--spec-method", "triforce", "--spec-tokens", "200"),
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
+    command = (Path(sys.executable).parent / "vllm", "serve", gqa_pair["target"])
+    options = ("--skip-tokenizer-init", "--spec-method", "triforce", "--spec-tokens", "200")
+    done = child.run(*command, *options, code=1)
     *before, last = done.stderr.splitlines()
     assert last.startswith("vllm-triforce: error: --spec-tokens: num_speculative_tokens=200 is")
     assert "at most 128" in last

@@ -5,21 +5,24 @@ what it saw as JSON.
 """
 
 import dataclasses
-import gc
 import json
 import sys
 
 import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.child import say
+from tests.conftest import triforce
 from tests.generation import generate
 from tests.head_oracle import STEPS
 from tests.inside import built, scheduler_of, worker_of
-from tests.parity.cases import DRAFT, EIGHT
+from tests.parity.cases import DRAFT, EIGHT, SMALL
 from tests.parity.disturbing import replaced
-from tests.v2.engine import make_engine, speculator_of, uninformed_scheduler
+from tests.v2.engine import EnginesV2, speculator_of, uninformed_scheduler
 
 NUM_TOKENS = 12
+ENGINES = EnginesV2()
 
 
 def run(asked: dict) -> dict:
@@ -27,53 +30,48 @@ def run(asked: dict) -> dict:
     Args:
         asked: models and prompts, by name.
     """
-    target, draft = asked["target"], asked["draft"]
-    llm = make_engine(target, DRAFT | {"model": draft}, skip_tokenizer_init=False)
-    results = {"draft": _verified(llm, asked["mixed"])}
-    results["draft"] |= _draft_layers(llm)
-    results["memory"] = _memory(llm)
-    results["grammar"] = _grammar(llm, asked["third"])
-    results["modules"] = sorted(name for name in sys.modules if name.startswith("vllm_triforce."))
-    results["invented"] = _invented(llm, asked["third"][0][:321])
-    del llm
-    gc.collect()
-    llm = make_engine(asked["eight"], EIGHT | {"model": asked["draft of eight"]})
-    at_start = llm.collective_rpc("triforce_measured")[0]
-    results["sampled"] = _sampled_beside_padding(llm, asked["prompts of eight"])
-    assert len(built(llm).slots), "requests that have left still have slots"
-    before = _counts(llm)
-    anew = llm.collective_rpc("triforce_measured", args=(True,))[0]
-    results["measured"] = {"at start": at_start, "anew": anew, "counts": [before, _counts(llm)]}
-    del llm
-    gc.collect()
-    results["head"] = _first_drafts(asked)
+    results = _of_pair(asked) | _of_eight(asked) | {"head": _first_drafts(asked)}
     if torch.cpu._is_avx512_supported():  # without, vLLM's CPU build has no fp8 KV cache
         results["quantized"] = {where: _quantized(asked, where) for where in ("device", "host")}
     return results
 
 
+def _of_pair(asked: dict) -> dict:
+    llm = ENGINES.get(asked["target"], triforce(**DRAFT, model=asked["draft"]), **SMALL)
+    return {
+        "draft": _verified(llm, asked["mixed"]) | _draft_layers(llm),
+        "memory": _memory(llm),
+        "grammar": _grammar(llm, asked["third"]),
+        "modules": sorted(name for name in sys.modules if name.startswith("vllm_triforce.")),
+        "invented": _invented(llm, asked["third"][0][:321]),
+    }
+
+
+def _of_eight(asked: dict) -> dict:
+    llm = ENGINES.get(asked["eight"], triforce(**EIGHT, model=asked["draft of eight"]), **SMALL)
+    at_start = llm.collective_rpc("triforce_measured")[0]
+    sampled = _sampled_beside_padding(llm, asked["prompts of eight"])
+    assert len(built(llm).slots), "requests that have left still have slots"
+    before = _counts(llm)
+    anew = llm.collective_rpc("triforce_measured", args=(True,))[0]
+    measured = {"at start": at_start, "anew": anew, "counts": [before, _counts(llm)]}
+    return {"sampled": sampled, "measured": measured}
+
+
 def _quantized(asked: dict, where: str) -> dict:
     """With an fp8 KV cache, on the device or in host memory."""
-    keys = EIGHT | {"model": asked["draft of eight"]}
+    keys = triforce(**EIGHT, model=asked["draft of eight"])
     if where == "host":
         keys |= {"kv_offload_gib": 1.0}
-    llm = make_engine(asked["eight"], keys, kv_cache_dtype="fp8", dtype="bfloat16")
+    llm = ENGINES.get(asked["eight"], keys, **SMALL, kv_cache_dtype="fp8", dtype="bfloat16")
     tokens = generate(llm, asked["prompts of eight"], max_tokens=NUM_TOKENS)
-    counters = dataclasses.asdict(speculator_of(llm).counters)
-    del llm
-    gc.collect()
-    return {"tokens": tokens, "counters": counters}
+    return {"tokens": tokens, "counters": dataclasses.asdict(speculator_of(llm).counters)}
 
 
 def _first_drafts(asked: dict) -> dict:
     """Return a context, and the logits of the head's first drafts after it."""
-    keys = {
-        "model": asked["head"],
-        "levels": "1,3",
-        "gamma": STEPS,
-        "num_speculative_tokens": STEPS,
-    }
-    llm = make_engine(asked["target"], keys)
+    keys = triforce(model=asked["head"], levels="1,3", gamma=STEPS, num_speculative_tokens=STEPS)
+    llm = ENGINES.get(asked["target"], keys, **SMALL)
     source = built(llm).speculator.sources["head"]
     logits = []
 
@@ -84,8 +82,6 @@ def _first_drafts(asked: dict) -> dict:
     prompt = asked["third"][0][:120]
     with replaced(source, "_draw", draw) as original:
         (answer,) = generate(llm, [prompt], max_tokens=STEPS + 1)
-    del llm
-    gc.collect()
     return {"context": prompt + answer[:1], "logits": logits[:STEPS]}
 
 
@@ -150,8 +146,6 @@ def _counts(llm) -> list[dict]:
 
 
 def _outputs(llm, prompts, params: list[dict]):
-    from vllm import SamplingParams
-
     common = dict(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     rows = [SamplingParams(**{**common, **own}) for own in params]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -160,8 +154,6 @@ def _outputs(llm, prompts, params: list[dict]):
 
 def _grammar(llm, prompts) -> dict:
     """What level 3's test is handed for sampled requests, of which the first has a grammar."""
-    from vllm.sampling_params import StructuredOutputsParams
-
     grammar = dict(structured_outputs=StructuredOutputsParams(regex="[ a-m]{6,}"))
     params = [dict(temperature=1.0) | grammar, dict(temperature=1.0), grammar]
     speculator = speculator_of(llm)

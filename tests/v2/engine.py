@@ -3,6 +3,7 @@
 import os
 from contextlib import contextmanager
 
+from tests.conftest import Engines
 from tests.inside import worker_of
 from tests.one_process import inspect_models_here
 
@@ -11,31 +12,21 @@ from tests.one_process import inspect_models_here
 REFRESH_INTERVAL = int(os.environ.get("TRIFORCE_TEST_REFRESH", 8))
 
 
-def make_engine(model: str, triforce: dict | None = None, **arguments):
-    """An engine in this process, small enough for Triton's interpreter."""
-    from vllm import LLM
-    from vllm.v1.sample.ops import topk_topp_sampler
+class EnginesV2(Engines):
+    """Engines in Triton's interpreter, one at a time."""
 
-    inspect_models_here()
-    # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's way is exact too.
-    topk_topp_sampler.HAS_TRITON = False
-    fixed = {"method": "triforce", "min_context": 0, "adaptive": False}
-    keys = triforce and {**fixed, "refresh_interval": REFRESH_INTERVAL, **triforce}
-    defaults = dict(
-        dtype="float32",
-        distributed_executor_backend="uni",
-        gpu_memory_utilization=0.1,
-        kv_cache_memory_bytes=128 << 20,
-        enforce_eager=True,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        max_model_len=1024,
-        block_size=32,
-        skip_tokenizer_init=True,
-    )
-    llm = LLM(model, speculative_config=keys or None, **{**defaults, **arguments})
-    assert worker_of(llm).use_v2_model_runner
-    return llm
+    def __init__(self) -> None:
+        super().__init__(keep=1)
+
+    def get(self, model: str, triforce: dict, **arguments):
+        from vllm.v1.sample.ops import topk_topp_sampler
+
+        inspect_models_here()
+        # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's is exact too.
+        topk_topp_sampler.HAS_TRITON = False
+        llm = super().get(model, {"refresh_interval": REFRESH_INTERVAL, **triforce}, **arguments)
+        assert worker_of(llm).use_v2_model_runner
+        return llm
 
 
 def speculator_of(llm):
