@@ -12,6 +12,18 @@ def chi_square_tail(statistic: float, degrees: int) -> float:
     return float(torch.special.gammaincc(torch.tensor(degrees / 2), torch.tensor(statistic / 2)))
 
 
+def assert_rate(accepted: int, tests: int, rate: float, least: int = 100) -> None:
+    """Assert a given rate, within three standard deviations of more than ``least`` tests."""
+    assert tests > least
+    assert abs(accepted / tests - rate) <= 3 * (rate * (1 - rate) / tests) ** 0.5
+
+
+def p_values(probs: torch.Tensor, tokens: torch.Tensor) -> list[float]:
+    """By each test below."""
+    tests = (frequency_p_value, transform_p_value, surprise_p_value)
+    return [test(probs, tokens) for test in tests]
+
+
 def frequency_p_value(probs: torch.Tensor, tokens: torch.Tensor) -> float:
     """Compare how often each token came with how often it should have.
 

@@ -179,8 +179,11 @@ def make_mimo(folder: Path, **llama) -> str:
     return str(folder)
 
 
-def held_out_tokens(tokenizer, num_tokens: int) -> list[int]:
-    """Return token ids of real text that the embedded pair has not seen."""
+def held_out_tokens(num_tokens: int) -> list[int]:
+    """Return the embedded pair's token ids of real text that it has not seen."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     text = (PROMPTS / "held_out.txt").read_text()
     ids = tokenizer(text[: 8 * num_tokens])["input_ids"]
     assert len(ids) >= num_tokens, "the held-out text is too short"

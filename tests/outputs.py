@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from vllm import SamplingParams
 
-from tests.calibration import frequency_p_value, surprise_p_value, transform_p_value
+from tests import calibration
 from tests.generation import NOISE, assert_same_tokens
 from vllm_triforce.metrics.report import counters_of
 
@@ -120,5 +120,4 @@ def p_values(stock, outputs: list, top_k: int, prompts: list[dict] | None = None
             assert token in best, "a token that top_k excludes"
             ranks.append(best.index(token))
             probs.append(torch.tensor([table[t].logprob for t in best]).double().softmax(0))
-    drawn = torch.stack(probs), torch.tensor(ranks)
-    return [test(*drawn) for test in (frequency_p_value, transform_p_value, surprise_p_value)]
+    return calibration.p_values(torch.stack(probs), torch.tensor(ranks))

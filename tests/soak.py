@@ -34,6 +34,7 @@ from pathlib import Path
 
 from tests.fuzz.models import corpus, draft_of, target_of
 from tests.models import PAIR
+from tests.parity.running import sampling_params
 from tests.serving import MODEL, Server, change, serve
 
 MAX_PROMPT = 4000
@@ -266,15 +267,6 @@ class MemoryWatch:
             found[name] = (min(samples[-quarter:]) - min(samples[quarter : 2 * quarter])) / 2**20
         return found
 
-    def medians_mib(self) -> dict[str, list[int]]:
-        """Medians of the four quarters, by process."""
-        found = {}
-        for name, samples in self.samples.items():
-            quarter = max(1, len(samples) // 4)
-            parts = (samples[i * quarter : (i + 1) * quarter] for i in range(4))
-            found[name] = [int(statistics.median(part)) >> 20 for part in parts if part]
-        return found
-
     def slope_mib(self) -> dict[str, float]:
         """MiB an hour, of the line through the second half, by process."""
         found = {}
@@ -344,14 +336,8 @@ class Bench:
             *("--base-url", server.address, "--model", MODEL, "--tokenizer", target_of(model)),
             *("--dataset-name", "custom", "--dataset-path", str(folder / "bench.jsonl")),
             *("--custom-output-len", "-1", "--skip-chat-template", "--disable-tqdm"),
-            *(
-                "--num-prompts",
-                str(BENCH_PROMPTS),
-                "--max-concurrency",
-                "4",
-                "--temperature",
-                "0.7",
-            ),
+            *("--num-prompts", str(BENCH_PROMPTS), "--max-concurrency", "4"),
+            *("--temperature", "0.7"),
             *("--save-result", "--result-dir", str(folder), "--result-filename", "bench.json"),
         ]
 
@@ -402,13 +388,8 @@ def check_grammars(tokenizer, cases: list[Case]) -> int:
 
 def stock_params(params: dict):
     """A request's parameters as vLLM's ``LLM`` class takes them."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    params = {name: value for name, value in params.items() if name != "priority"}
-    if grammar := params.pop("structured_outputs", None):
-        return SamplingParams(**params, structured_outputs=StructuredOutputsParams(**grammar))
-    return SamplingParams(**params, detokenize=False)
+    params = {"ignore_eos": False, "detokenize": "structured_outputs" in params, **params}
+    return sampling_params({name: params[name] for name in params if name != "priority"})
 
 
 def check_greedy(stock, cases: list[Case], chunk: int = 64) -> tuple[int, int]:
@@ -447,14 +428,8 @@ def check_nothing_is_kept(server: Server, has_triforce: bool = True, seconds: fl
     deadline = time.monotonic() + seconds
     while True:
         now = server.metrics()
-        busy = {
-            name: now[name]
-            for name in (
-                "vllm:kv_cache_usage_perc",
-                "vllm:num_requests_running",
-                "vllm:num_requests_waiting",
-            )
-        }
+        names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+        busy = {name: now[f"vllm:{name}"] for name in names}
         if not any(busy.values()):
             break
         assert time.monotonic() < deadline, busy
@@ -530,7 +505,6 @@ def soak(
         "level 2 verified": int(counted["vllm:triforce_level2_draft_tokens_total"]),
         "memory growth (MiB)": {k: round(v, 1) for k, v in watch.growth_mib().items()},
         "memory, second half (MiB an hour)": {k: round(v, 1) for k, v in watch.slope_mib().items()},
-        "memory, medians of quarters (MiB)": watch.medians_mib(),
         "memory, ten samples (MiB)": watch.series_mib(10),
         "seconds": round(seconds, 1),
     }

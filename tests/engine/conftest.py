@@ -20,8 +20,6 @@ def llm(engines, pair):
 
 @pytest.fixture(scope="session")
 def text() -> list[int]:
-    from transformers import AutoTokenizer
-
     if not (PAIR / "target").exists():
         pytest.skip(f"no model pair in {PAIR}")
-    return held_out_tokens(AutoTokenizer.from_pretrained(PAIR / "target"), 12000)
+    return held_out_tokens(12000)

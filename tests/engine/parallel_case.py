@@ -65,11 +65,10 @@ def use_ray_on_the_cpu() -> None:
 
 
 async def main(case: str) -> None:
-    from transformers import AutoTokenizer
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    text = held_out_tokens(AutoTokenizer.from_pretrained(PAIR / "target"), 4000)
+    text = held_out_tokens(4000)
     prompts = [text[:900], text[1000:1700], text[2000:2400], text[300:800]]
     kind = "data" if case == "data" else "tensor"
     arguments = {**ENGINE, "max_model_len": 4096, f"{kind}_parallel_size": 2}

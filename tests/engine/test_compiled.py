@@ -28,9 +28,7 @@ LENGTHS = (40, 700, 2000)
 
 
 def prompts() -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    text = held_out_tokens(AutoTokenizer.from_pretrained(PAIR / "target"), 6000)
+    text = held_out_tokens(6000)
     return [text[n : 2 * n] for n in LENGTHS]
 
 

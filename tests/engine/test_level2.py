@@ -115,7 +115,7 @@ def test_retrieval_is_useful_and_beats_streaming(engines, pair):
         # One chunk: vLLM's CPU runner cannot discard a seeded sample (patches/README.md).
         arguments = dict(max_model_len=16384, max_num_seqs=2, max_num_batched_tokens=16384)
         llm = engines.get(pair["target"], keys, **arguments)
-        text = held_out_tokens(llm.get_tokenizer(), 16000)
+        text = held_out_tokens(16000)
         total = None
         # The longest is read, and the others are found in the prefix cache.
         for length, temperature in ((16000, 0.0), (16000, 0.6), (15000, 0.6)):

@@ -108,15 +108,14 @@ def _save_tokenizer(folder: str) -> None:
 
 @functools.cache
 def corpus(model: str) -> list[int]:
-    if model in ("pair", "smollm2"):
+    if model == "pair":
+        return held_out_tokens(CORPUS_TOKENS)
+    if model == "smollm2":
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(target_of(model))
-        if model == "pair":
-            return held_out_tokens(tokenizer, CORPUS_TOKENS)
-        return tokenizer("\n\n".join(pydoc_data.topics.topics.values()))["input_ids"][
-            :CORPUS_TOKENS
-        ]
+        text = "\n\n".join(pydoc_data.topics.topics.values())
+        return tokenizer(text)["input_ids"][:CORPUS_TOKENS]
     draw = random.Random(0)
     return [draw.randrange(2, VOCAB_SIZE) for _ in range(CORPUS_TOKENS)]
 

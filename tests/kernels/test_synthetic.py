@@ -4,6 +4,7 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
+from tests.calibration import assert_rate
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import distributions, level_logits, new_counters, some_rows
 from vllm_triforce.kernels.draw import ExponentialSampler
@@ -14,11 +15,6 @@ from vllm_triforce.kernels.verification import verify_drafts
 NUM_ROWS, VOCAB = 400, 11
 # Seeds that are near each other, as a user's may be.
 SEEDS = torch.arange(NUM_ROWS)
-
-
-def assert_rate(accepted: int, tests: int, rate: float) -> None:
-    assert tests > 100
-    assert abs(accepted / tests - rate) <= 3 * (rate * (1 - rate) / tests) ** 0.5
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.35, 0.75, 1.0])

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests import joint, reasoning_parser
+from tests import calibration, joint, reasoning_parser
 from tests.asked import sampled_from, shaped
-from tests.calibration import frequency_p_value, surprise_p_value, transform_p_value
+from tests.calibration import assert_rate
 from tests.outputs import assert_same_outputs
 from tests.parity.cases import ANSWER, Case
 from tests.parity.models import Exact
@@ -348,8 +348,7 @@ def p_values(
     assert len(sampled) >= 100
     excluded = float(probs.gather(1, sampled[:, None]).min()) == 0
     assert not excluded, "a token that the target's sampling parameters exclude"
-    tests = (frequency_p_value, transform_p_value, surprise_p_value)
-    return [test(probs, sampled) for test in tests]
+    return calibration.p_values(probs, sampled)
 
 
 def _p_values(job: Job, seen: Seen, by: By) -> list[float]:
@@ -388,20 +387,15 @@ def _both_accepted_and_rejected(case: Case, job: Job, seen: Seen, by: By) -> Non
 
 @check("at synthetic rates")
 def _at_synthetic_rates(case: Case, job: Job, seen: Seen, by: By) -> None:
-    """Within three standard deviations of the number of tests."""
     counted = seen.batches[0].counted
     (of_levels,) = case.keys["synthetic_acceptance_rates"]
     of_level1 = case.keys["synthetic_level1_acceptance"]
     is_direct = case.keys["levels"] == "1,3"
     accepted = counted.num_level2_accepted
     tests = accepted + counted.num_level3_rejections
-    _assert_rate(accepted, tests, of_level1 if is_direct else of_levels)
+    assert_rate(accepted, tests, of_level1 if is_direct else of_levels, least=50)
     if not is_direct:
-        _assert_rate(counted.num_level1_accepted, counted.num_level1_drafted, of_level1)
-
-
-def _assert_rate(accepted: int, tests: int, rate: float) -> None:
-    assert tests > 50 and abs(accepted / tests - rate) < 3 * (rate * (1 - rate) / tests) ** 0.5
+        assert_rate(counted.num_level1_accepted, counted.num_level1_drafted, of_level1, 50)
 
 
 @check("rejected by level 3")

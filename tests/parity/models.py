@@ -46,10 +46,7 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
         folder: where those that are not there yet are made.
         gqa: target and draft with grouped queries.
     """
-    from transformers import AutoTokenizer
-
     pair = str(PAIR / "target"), str(PAIR / "draft")
-    held_out = held_out_tokens(AutoTokenizer.from_pretrained(pair[0]), 16000)
     # Peaked, so that a few hundred samples say something.
     of_eight_shape = dict(vocab_size=8, num_kv_heads=2, std=0.25, query_scale=1.5)
     eight = make_llama(folder / "eight", **of_eight_shape)
@@ -87,7 +84,7 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
         ),
         "pair": Model(
             *pair,
-            held_out,
+            held_out_tokens(16000),
             has_tokenizer=True,
             adapters=of_pair,
             level2_models={"int8": make_int8(folder / "int8", pair[0])},

@@ -203,9 +203,8 @@ class Engine:
         self._num_requests = self.num_preempted = 0
         init_none_hash(sha256)
         is_caching = scheduler.cache_config.enable_prefix_caching
-        self._hasher = get_request_block_hasher(scheduler.block_size, sha256)
-        if not is_caching:
-            self._hasher = None
+        hasher = get_request_block_hasher(scheduler.block_size, sha256)
+        self._hasher = hasher if is_caching else None
 
     def _read_clock(self) -> float:
         """Return the time; a decision, between two readings, takes a while on the host."""
@@ -224,9 +223,7 @@ class Engine:
             params,
             None,
             arrival_time=arrival.at,
-            block_hasher=self._hasher
-            if self.scheduler.cache_config.enable_prefix_caching
-            else None,
+            block_hasher=self._hasher,
         )
         if request.structured_output_request is not None:
             request.structured_output_request.grammar = SimpleNamespace()  # it is compiled

@@ -6,6 +6,7 @@ p < 1e-4 on them finds a total variation of about 0.03; the published reference'
 """
 
 from collections import defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from vllm_triforce.runner_v1 import verification as inner
 from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows, token_distribution
 from vllm_triforce.runner_v1.sources.draft_model import DraftModel
 from vllm_triforce.runner_v1.sources.source import Draft
+from vllm_triforce.runner_v2.sampling import masked_logits
 
 VOCAB = 5
 ROUNDS = 12_000
@@ -100,6 +102,31 @@ def test_token_distribution_is_vllms():
         asked = {name: values[row].item() for name, values in parameters.items()}
         wanted = sampled_from(logits[row : row + 1].double(), asked)[0]
         torch.testing.assert_close(found[row].double(), wanted, atol=1e-6, rtol=0)
+
+
+_MASKS = {
+    "top_k": torch.tensor([3, 20, 1], dtype=torch.int32),
+    "top_p": torch.tensor([0.5, 1.0, 0.9]),
+    "min_p": torch.tensor([0.1, 0.0, 0.5]),
+}
+
+
+@pytest.mark.parametrize("vocab_size", [64, 50])
+@pytest.mark.parametrize("names", [[], ["top_k"], ["top_p"], ["min_p"], list(_MASKS)])
+def test_masked_logits_of_runner_v2_give_the_same_distributions(names, vocab_size):
+    """In rows that follow one another."""
+    # A padded vocabulary's logits are a view of longer rows.
+    logits = torch.randn(3, 64, generator=torch.manual_seed(0))[:, :vocab_size]
+    temperature = torch.tensor([0.7, 1.0, 2.0])
+    masks = {name: _MASKS[name] if name in names else None for name in _MASKS}
+
+    masked, lse = masked_logits(logits, temperature, **masks)
+
+    sampling = SimpleNamespace(is_greedy=temperature == 0, temperature=temperature, **masks)
+    scaled = masked / temperature[:, None]
+    torch.testing.assert_close(scaled.softmax(-1), token_distribution(logits, sampling))
+    torch.testing.assert_close((scaled - lse[:, None]).exp(), token_distribution(logits, sampling))
+    assert masked.is_contiguous() and lse.is_contiguous()
 
 
 def test_greedy_rows_beside_sampled_ones():

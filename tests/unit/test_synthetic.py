@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm.v1.sample.sampler import Sampler
 
+from tests.calibration import assert_rate
 from tests.refusals import engine_config, refused
 from tests.unit.test_acceptance_probs import VOCAB, verify, vllms_kernels  # noqa: F401
 from vllm_triforce.config.synthetic import extend_rates, rates_by_place
@@ -16,11 +17,6 @@ from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler, Syntheti
 from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows
 
 CPU = torch.device("cpu")
-
-
-def assert_rate(accepted: int, tests: int, rate: float) -> None:
-    assert tests > 100
-    assert abs(accepted / tests - rate) <= 3 * (rate * (1 - rate) / tests) ** 0.5
 
 
 def test_a_shorter_list_continues_by_its_last_tokens_rate():

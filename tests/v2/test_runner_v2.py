@@ -23,12 +23,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_interpreter]
 
 @pytest.fixture(scope="module")
 def asked(pair, tmp_path_factory) -> dict:
-    from transformers import AutoTokenizer
-
     if not (PAIR / "target").exists():
         pytest.skip(f"no model pair in {PAIR}")
     folder = tmp_path_factory.mktemp("v2")
-    text = held_out_tokens(AutoTokenizer.from_pretrained(pair["target"]), 700)
+    text = held_out_tokens(700)
     shape = dict(num_kv_heads=2, std=0.25, query_scale=1.5)
     draw, lengths = torch.Generator().manual_seed(3), (400, 300, 350, 390)
     return {

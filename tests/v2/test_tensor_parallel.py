@@ -34,7 +34,7 @@ def stock(engines, pair):
 @pytest.mark.parametrize("how", ["speculating", "plain"])
 def test_two_ranks(stock, pair, tmp_path, how):
     keys = {"speculating": {**SPECULATING, "model": pair["draft"]}, "plain": {"levels": "3"}}[how]
-    text = held_out_tokens(stock.get_tokenizer(), 4000)
+    text = held_out_tokens(4000)
     prompts = [text[:520], text[600:690], text[100:420], text[1000:1400]]
     params = [dict(temperature=t, max_tokens=14, ignore_eos=True) for t in (0, 0, 0, 1.0)]
     asked = tmp_path / "asked.json"
