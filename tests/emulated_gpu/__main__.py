@@ -115,6 +115,7 @@ def line(verdict: Verdict) -> str:
         parts.append(greedy(verdict))
         if verdict.case.graphs:
             parts.append("{} graphs, {} replays".format(*result["graphs"]))
+        parts += [f"{number} launches of a {part}" for part, number in result["launches"].items()]
         if counters := result["counters"]:
             parts.append(f"{counters['num_proposals']} proposals")
             parts.append(f"{counters['num_level2_passes']} passes of level 2")

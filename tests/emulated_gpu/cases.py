@@ -81,6 +81,11 @@ class Case:
         return self.source in (MODEL_SOURCE, HEAD_SOURCE)
 
     @property
+    def counts_launches(self) -> bool:
+        """True if kernel launches are counted and bounded (``verdict.py``)."""
+        return self.name == "FLASH_ATTN-draft_model-retrieval-fixed-graphs"
+
+    @property
     def limit_s(self) -> int:
         return 400 if self.backend == "FLASH_ATTN" else 900
 

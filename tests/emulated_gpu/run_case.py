@@ -117,6 +117,39 @@ def _count_replayed_rounds() -> Counter:
     return counted
 
 
+def _record_steps() -> list[list[str]]:
+    """Record the kernels that the proposals of each step launch outside graphs."""
+    from emu.graphs import Graph, Recorder
+
+    from vllm_triforce.runner_v2.runner import RunnerAdapterV2
+
+    steps, propose = [], RunnerAdapterV2.propose
+
+    def recording(*args, **kwargs):
+        launched = Graph()
+        with Recorder(launched):
+            draft_tokens = propose(*args, **kwargs)
+        steps.append(launched.kernels)
+        return draft_tokens
+
+    RunnerAdapterV2.propose = recording
+    return steps
+
+
+def _count_launches(llm, steps: list[list[str]]) -> dict[str, int]:
+    """Count the launches of one of level 2's layers, and of a step's proposals outside graphs."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    launches = {}
+    for kind, level2_round in runner.speculator.built.speculator.level2._rounds.items():
+        for graph in level2_round._graphs.graphs.values():
+            # From a layer's attention to the next layer's.
+            attention = [i for i, name in enumerate(graph.kernels) if name == "_vllm_fa3_C::fwd"]
+            launches[f"layer of level 2, {kind}"] = attention[1] - attention[0]
+    # Steps with new requests have more, as those rebuild the windows of level 1's model.
+    launches["step"] = max(len(kernels) for kernels in steps if "aten::embedding" not in kernels)
+    return launches
+
+
 def _count_graphs() -> Counter:
     """Count captures and replays of CUDA graphs."""
     import torch
@@ -141,6 +174,8 @@ def run(case: Case, target: str, draft: str, head: str) -> dict:
     from vllm import SamplingParams
 
     llm = make_engine(case, target, draft, head)
+    counts_launches = IS_EMULATED and case.counts_launches
+    steps = _record_steps() if counts_launches else []
     rounds = _count_replayed_rounds()  # from here on: trials at start replay some
     outputs = llm.generate(
         [{"prompt_token_ids": request.prompt} for request in REQUESTS],
@@ -164,6 +199,7 @@ def run(case: Case, target: str, draft: str, head: str) -> dict:
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
         "replayed_rounds": dict(rounds),
         "counters": {name: n for name, n in counters.items() if isinstance(n, int)},
+        "launches": _count_launches(llm, steps) if counts_launches else {},
     }
 
 

@@ -15,6 +15,8 @@ KINDS = tuple(sampling.kind for sampling in CAPTURED_SAMPLING)
 # Roundings of a logit of about 4: where stock vLLM's token and another are closer in the exact
 # logits, either may be taken.
 TIE = {"bfloat16": 0.06, "float32": 1e-3}
+# Kernel launches of a layer in level 2's graphs, and of a step's proposals outside graphs.
+MAX_LAYER_LAUNCHES, MAX_STEP_LAUNCHES = 18, 29
 
 
 @dataclass
@@ -92,6 +94,10 @@ def judge(verdict: Verdict, results: dict[Case, dict], exact: Exact) -> None:
             verdict.faults.append("no graph was replayed")
         if case.selection:  # prompt lookup by itself has no rounds that are captured
             _judge_rounds(verdict, result["replayed_rounds"])
+    for part, number in result["launches"].items():
+        limit = MAX_STEP_LAUNCHES if part == "step" else MAX_LAYER_LAUNCHES
+        if number > limit:
+            verdict.faults.append(f"{number} kernel launches of a {part}, not {limit} at most")
     if case.plan:
         _judge_counters(verdict, result["counters"])
 

@@ -19,8 +19,11 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-# Operations that allocate uninitialized memory: a replay uses the memory of the capture.
-_ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# Operations that launch nothing. Most allocate uninitialized memory: a replay uses the memory of
+# the capture.
+_WITHOUT_LAUNCH = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach_"
+}  # fmt: skip
 
 _WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -33,16 +36,19 @@ class Graph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.launches: list[Callable[[], object]] = []
+        self.kernels: list[str] = []
+        """Names of the kernels that a GPU launches, in order."""
 
     def replay(self) -> None:
         global num_replayed
-        with torch.inference_mode():
+        with torch.inference_mode(), _disable_current_modes():
             for launch in self.launches:
                 launch()
         num_replayed += 1
 
     def reset(self) -> None:
         self.launches.clear()
+        self.kernels.clear()
 
     def pool(self) -> tuple[int, int]:
         return (0, 1)
@@ -59,7 +65,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         _refuse_to_wait(func, args)
         result = func(*args, **kwargs)
-        if func._schema.name.removeprefix("aten::") in _ALLOCATE:
+        if func._schema.name.removeprefix("aten::") in _WITHOUT_LAUNCH:
             return result
         inputs = {_memory(value) for value in tree_leaves((args, kwargs)) if _is_tensor(value)}
         # Results in new memory; views and results written in place need no copy in a replay.
@@ -71,6 +77,7 @@ class Recorder(TorchDispatchMode):
         runs_inside = _is_written_in_python(func)
         if not runs_inside and (outputs or func._schema.is_mutable):
             self.graph.launches.append(lambda: _relaunch(func, args, kwargs, outputs))
+            self.graph.kernels += _kernels_of(func, args)
         return result
 
 
@@ -78,6 +85,16 @@ def _relaunch(func, args, kwargs, outputs: list[tuple[int, torch.Tensor]]) -> No
     results = tree_leaves(func(*args, **kwargs))
     for index, value in outputs:
         value.copy_(results[index])
+
+
+def _kernels_of(func, args) -> list[str]:
+    """Return the kernels of an operation. Most have one."""
+    name = func._schema.name
+    if name != "_vllm_fa3_C::fwd":
+        return [name]
+    given = dict(zip((argument.name for argument in func._schema.arguments), args))
+    prepare = [f"{name} prepare"] if given["scheduler_metadata"] is None else []
+    return [*prepare, name, f"{name} combine"]
 
 
 def _is_tensor(value) -> bool:
@@ -131,11 +148,12 @@ def is_capturing(*args) -> bool:
     return bool(_recording)
 
 
-def perform(launch: Callable[[], None]) -> None:
+def perform(name: str, launch: Callable[[], None]) -> None:
     """Launch a Triton kernel, which no dispatcher sees, and record it during a capture."""
     mode = _get_current_dispatch_mode()
     if isinstance(mode, Recorder):
         mode.graph.launches.append(launch)
+        mode.graph.kernels.append(name)
         with _disable_current_modes():
             launch()
     else:

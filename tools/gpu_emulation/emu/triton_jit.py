@@ -96,7 +96,7 @@ def _launch(self, *args, grid, warmup, **kwargs):
                 _interpreter_of(self.fn).run(grid=size, warmup=False, **named)
         kernel.runs += 1
 
-    graphs.perform(interpret)
+    graphs.perform(self.fn.__name__, interpret)
 
 
 def _mend_aliases(names: dict) -> None:
