@@ -51,7 +51,9 @@ class Case:
         self.tables = torch.stack(
             [torch.randperm(num_blocks)[:width] for _ in range(3 * kv_heads)]
         ).view(3, kv_heads, width)
-        self.query = torch.randn(3 * query_len, kv_heads * group, dim).to(DTYPE).to(DEVICE)
+        # As in vLLM, keys and values lie behind each token's queries.
+        projected = torch.randn(3 * query_len, kv_heads * (group + 2), dim).to(DTYPE).to(DEVICE)
+        self.query = projected[:, : kv_heads * group]
         self.impl = SimpleNamespace(
             num_heads=kv_heads * group,
             num_kv_heads=kv_heads,

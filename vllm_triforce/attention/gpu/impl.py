@@ -92,17 +92,19 @@ class _RetrievalImpl(ImplBase):
         blocks = OneHeadBlocks.of(keys, values)
         heads, length = self.num_kv_heads, sequences.max_query_len
         shape = (len(query) * heads, self.num_heads // heads, self.head_size)
-        ordered, result = query.reshape(shape), output.view(shape)
-        target = result
-        if length > 1:
-            # A sequence's tokens lie together: [num_reqs, heads, length] from
-            # [num_reqs, length, heads].
-            ordered = ordered.unflatten(0, (-1, length, heads)).transpose(1, 2).reshape(shape)
-            target = torch.empty_like(ordered, dtype=output.dtype)
+
+        def by_head(x: torch.Tensor) -> torch.Tensor:
+            # A sequence's tokens lie together: [num_reqs, heads, length, group, head_size].
+            return x.view(-1, length, heads, *shape[1:]).transpose(1, 2)
+
+        # One copy, of queries that are a part of the rows of the layer's projection.
+        ordered = by_head(query).reshape(shape)
+        target = (
+            output.view(shape) if length == 1 else torch.empty_like(ordered, dtype=output.dtype)
+        )
         type(self).kernel(layer, self, ordered, blocks.key, blocks.value, sequences, target)
         if length > 1:
-            by_token = target.unflatten(0, (-1, heads, length)).transpose(1, 2)
-            result.unflatten(0, (-1, length, heads)).copy_(by_token)
+            by_head(output).copy_(target.view(-1, heads, length, *shape[1:]))
         return output
 
 
