@@ -4,7 +4,7 @@ They are called directly rather than through a backend's metadata. The arguments
 when its CUDA graph is captured: lengths and block tables on the device, upper bounds on the host.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,8 @@ class PagedSequences:
     block_table: torch.Tensor  # [num_seqs, width], int32
     max_query_len: int
     max_seq_len: int
+    schedules: dict[tuple, torch.Tensor] = field(default_factory=dict, kw_only=True)
+    """FlashAttention 3's schedules of a pass (``FlashAttention``), which all its layers share."""
 
 
 @dataclass
@@ -65,8 +67,8 @@ class PagedKernel(Protocol):
 class FlashAttention:
     """FlashAttention, as vLLM ships it.
 
-    It schedules itself on the device: metadata computed ahead of time would be stale when a graph
-    is replayed.
+    It schedules itself on the device, version 3 in the first layer of a pass for all. A graph of
+    the pass does so again in each replay: metadata computed before it would be stale.
 
     Args:
         version: 2 or 3.
@@ -77,13 +79,44 @@ class FlashAttention:
     def __call__(self, layer, impl, query, key_cache, value_cache, sequences, output) -> None:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
-        descale = (len(sequences.seq_lens), key_cache.shape[2])
+        arguments = _arguments(layer, impl, query, key_cache, value_cache, sequences, output)
+        descale, window = (len(sequences.seq_lens), key_cache.shape[2]), _window(impl)
+        if self.version == 3:
+            key = (query.shape[1:], query.dtype, key_cache.shape[1:], window)
+            if key not in sequences.schedules:
+                sequences.schedules[key] = _schedule(arguments, window)
+            arguments["scheduler_metadata"] = sequences.schedules[key]
         flash_attn_varlen_func(
-            **_arguments(layer, impl, query, key_cache, value_cache, sequences, output),
-            window_size=list(_window(impl)),
+            **arguments,
+            window_size=list(window),
             q_descale=layer._q_scale.expand(descale) if query.dtype.itemsize == 1 else None,
             fa_version=self.version,
         )
+
+
+def _schedule(arguments: dict[str, Any], window: tuple[int, int]) -> torch.Tensor:
+    """Compute scheduler metadata for these arguments of the attention.
+
+    FlashAttention 3 refuses metadata of other arguments by its size.
+    """
+    from vllm.v1.attention.backends.fa_utils import get_scheduler_metadata
+
+    query, keys = arguments["q"], arguments["k"]
+    return get_scheduler_metadata(
+        batch_size=len(arguments["seqused_k"]),
+        max_seqlen_q=arguments["max_seqlen_q"],
+        max_seqlen_k=arguments["max_seqlen_k"],
+        num_heads_q=query.shape[1],
+        num_heads_kv=keys.shape[2],
+        headdim=query.shape[2],
+        cache_seqlens=arguments["seqused_k"],
+        qkv_dtype=query.dtype,
+        cu_seqlens_q=arguments["cu_seqlens_q"],
+        page_size=keys.shape[1],
+        causal=arguments["causal"],
+        window_size=window,
+        has_softcap=arguments["softcap"] > 0,
+    )
 
 
 def triton_attention(layer, impl, query, key_cache, value_cache, sequences, output) -> None:

@@ -64,8 +64,11 @@ class GPURetrievalAttention(RetrievalAttention):
     ) -> list[SparseSequences]:
         starts = self._starts(num_rows * self.num_kv_heads, query_len, seq_lens.device)
         max_len = block_tables[0].shape[1] * self.layers[0].kv_cache.shape[2]
+        schedules: dict = {}
         return [
-            SparseSequences(starts, seq_lens, table, query_len, max_len, selection)
+            SparseSequences(
+                starts, seq_lens, table, query_len, max_len, selection, schedules=schedules
+            )
             for table in block_tables
         ]
 
