@@ -1,4 +1,4 @@
-"""Time a layer's selection inside level 2's pass: its three launches, in CUDA graphs.
+"""Time a layer's selection inside level 2's pass: its two launches, in CUDA graphs.
 
     python -m benchmarks.gpu.selection_times
 

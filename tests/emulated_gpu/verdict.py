@@ -16,7 +16,7 @@ KINDS = tuple(sampling.kind for sampling in CAPTURED_SAMPLING)
 # logits, either may be taken.
 TIE = {"bfloat16": 0.06, "float32": 1e-3}
 # Kernel launches of a layer in level 2's graphs, and of a step's proposals outside graphs.
-MAX_LAYER_LAUNCHES, MAX_STEP_LAUNCHES = 16, 29
+MAX_LAYER_LAUNCHES, MAX_STEP_LAUNCHES = 14, 29
 
 
 @dataclass

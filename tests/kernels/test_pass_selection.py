@@ -37,6 +37,7 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(
     query_len, group, dim, dtype, votes, monkeypatch
 ):
     monkeypatch.setattr(pass_selection, "_VOTES", votes)
+    monkeypatch.setattr(pass_selection, "_SCORES", 4 * votes)
     torch.manual_seed(0)
     kv_heads, num_rows = 2, len(TAILS)
     means = QuantizedSummaries.allocate((LAYERS, kv_heads, BLOCKS, dim), DEVICE)
@@ -70,7 +71,9 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(
             # As in vLLM, keys and values lie behind each token's queries.
             shape = (num_rows * query_len, kv_heads * (group + 2), dim)
             query = torch.randn(shape, device=DEVICE).to(dtype)[:, : kv_heads * group]
-            selection.select(layer, query)
+            copied = selection.select(layer, query)
+            by_head = query.unflatten(1, (kv_heads, group)).unflatten(0, (-1, query_len))
+            assert torch.equal(copied, by_head.transpose(1, 2).flatten(0, 2))
             by_row = query.cpu().reshape(num_rows, query_len, kv_heads, group, dim)
             for row, (tail, num_selected) in enumerate(zip(TAILS, NUM_SELECTED)):
                 for head in range(kv_heads):

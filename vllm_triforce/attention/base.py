@@ -26,8 +26,12 @@ class LayerSelection(Protocol):
         self,
         layer: int,  # index among the layers that retrieve
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    ) -> None:
-        """Write the blocks that a layer selects into its block tables."""
+    ) -> torch.Tensor | None:
+        """Write the blocks that a layer selects into its block tables.
+
+        Returns:
+            On a GPU the queries by KV head, [num_reqs * num_kv_heads * query_len, group, head_dim].
+        """
         ...
 
 

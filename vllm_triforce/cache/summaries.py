@@ -124,4 +124,4 @@ TILE = 64
 def num_vote_numbers(max_chunks: int, num_heads: int, num_kv_heads: int) -> int:
     """Count the numbers of 4 bytes that ``kernels/pass_selection.py`` keeps for a row."""
     num_tiles = -(-max_chunks // TILE)
-    return num_tiles * (2 * num_heads + num_kv_heads * TILE)
+    return num_tiles * (2 * num_heads + (num_heads + num_kv_heads) * TILE)

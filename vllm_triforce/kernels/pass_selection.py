@@ -1,9 +1,9 @@
 """Selection inside level 2's passes, as ``cache/pass_selection.py`` does it, in launches of a fixed
 shape. In passes that do not select they return at once.
 
-A layer takes three launches: sums of the softmax of each query's scores by tile of chunks, votes of
-each chunk, and the chunks with the most votes. Scores are computed twice rather than stored for
-every query and chunk.
+A layer takes two launches. The first scores each query and tile of chunks; the second adds up each
+chunk's votes and finds the chunks with the most. The first also copies the queries head by head, as
+attention over one-head sequences needs them.
 """
 
 import torch
@@ -17,6 +17,7 @@ from vllm_triforce.kernels.rows import Rows
 _TOKENS = tl.constexpr(TOKENS_PER_SELECTION)
 _CHUNKS = tl.constexpr(TILE)  # of a program
 _VOTES, _SELECT_WARPS = 4096, 8  # of a step of the selection, and its warps
+_SCORES = 16_384  # of a step that adds up votes: more do not fit the registers
 # Digits of a vote's bits, from the highest: votes that differ by less than 2 ** -16 of themselves
 # count as equal.
 _DIGITS, _DIGIT_BITS, _RADIX = tl.constexpr(3), tl.constexpr(8), tl.constexpr(256)
@@ -55,10 +56,11 @@ class PassSelectionV2:
         self._head_strides = head_strides
         self._group = num_heads // self._num_kv_heads
         self._num_tiles = triton.cdiv(block_tables.shape[1], TILE)
-        shape = (rows.max_rows, self._num_kv_heads, self._group, self._num_tiles, 2)
+        shape = (rows.max_rows, self._num_kv_heads, self._group, self._num_tiles)
         device = block_tables.device
-        self._sums = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._sums = torch.zeros(*shape, 2, dtype=torch.float32, device=device)
         """Greatest score, and sum of the exponentials, of each query and tile."""
+        self._scores = torch.zeros(*shape, TILE, dtype=torch.float32, device=device)
         max_chunks = self._num_tiles * TILE
         self._votes = torch.zeros(
             rows.max_rows, self._num_kv_heads, max_chunks, dtype=torch.float32, device=device
@@ -66,21 +68,28 @@ class PassSelectionV2:
 
     @property
     def num_bytes(self) -> int:
-        return self._sums.nbytes + self._votes.nbytes
+        return self._sums.nbytes + self._scores.nbytes + self._votes.nbytes
 
     def select(
         self,
         layer: int,
         query: torch.Tensor,  # [num_rows * query_len, num_heads, head_dim]
-    ) -> None:
-        """Write the selected blocks of a layer into its block tables."""
-        num_rows = len(query) // self._query_len
+    ) -> torch.Tensor:
+        """Write the selected blocks of a layer into its block tables.
+
+        Returns:
+            The queries by KV head, [num_rows * num_kv_heads * query_len, group, head_dim].
+        """
+        num_rows, group = len(query) // self._query_len, self._group
         values, scales = self._means.values[layer], self._means.scales[layer]
         if query.stride(1) != self._head_dim or query.stride(2) != 1:
             query = query.contiguous()
-        tensors = (
+        by_head = query.new_empty(len(query) * self._num_kv_heads, group, self._head_dim)
+        grid = (num_rows, self._num_kv_heads, self._num_tiles)
+        _scores_kernel[grid](
             query,
             query.stride(0),
+            by_head,
             values,
             scales,
             scales.stride(0),
@@ -89,24 +98,22 @@ class PassSelectionV2:
             self._rows.table,
             self._rows.stride,
             self._sums,
-            self._votes,
-        )
-        sizes = dict(
+            self._scores,
             NUM_TILES=self._num_tiles,
             QUERY_LEN=self._query_len,
-            GROUP=self._group,
-            PADDED_GROUP=max(16, triton.next_power_of_2(self._group)),
+            GROUP=group,
+            PADDED_GROUP=max(16, triton.next_power_of_2(group)),
             HEAD_DIM=self._head_dim,
             PADDED_DIM=max(16, triton.next_power_of_2(self._head_dim)),
-            PADDED_TILES=triton.next_power_of_2(self._num_tiles),
         )
-        grid = (num_rows, self._num_kv_heads, self._num_tiles)
-        for has_sums in (False, True):
-            _votes_kernel[grid](*tensors, HAS_SUMS=has_sums, **sizes)
-        table = self._sparse_tables[layer]
+        table, max_chunks = self._sparse_tables[layer], self._votes.shape[2]
+        padded_group = triton.next_power_of_2(group)
+        num_votes = min(_VOTES, triton.next_power_of_2(max_chunks))
         _select_chunks_kernel[grid[:2]](
+            self._sums,
+            self._scores,
             self._votes,
-            self._votes.shape[2],
+            max_chunks,
             self._block_tables,
             self._block_tables.stride(0),
             self._rows.table,
@@ -114,9 +121,15 @@ class PassSelectionV2:
             table,
             table.stride(0),
             *self._head_strides,
-            VOTES=min(_VOTES, triton.next_power_of_2(self._votes.shape[2])),
+            NUM_TILES=self._num_tiles,
+            PADDED_TILES=triton.next_power_of_2(self._num_tiles),
+            GROUP=group,
+            PADDED_GROUP=padded_group,
+            SCORED=min(_SCORES // padded_group, num_votes),
+            VOTES=num_votes,
             num_warps=_SELECT_WARPS,
         )
+        return by_head
 
 
 @triton.jit
@@ -131,9 +144,10 @@ def _num_candidates(row_ptr):
 
 
 @triton.jit
-def _votes_kernel(
+def _scores_kernel(
     query_ptr,  # [num_rows * QUERY_LEN, num_heads, HEAD_DIM], heads contiguous
     token_stride,
+    by_head_ptr,  # [num_rows, num_kv_heads, QUERY_LEN, GROUP, HEAD_DIM], written
     values_ptr,  # [num_kv_heads, num_blocks, HEAD_DIM], int8
     scales_ptr,  # [num_kv_heads, num_blocks]
     scales_head_stride,
@@ -141,22 +155,33 @@ def _votes_kernel(
     block_table_stride,
     table_ptr,
     row_stride,
-    sums_ptr,  # [max_rows, num_kv_heads, GROUP, NUM_TILES, 2], written first
-    votes_ptr,  # [max_rows, num_kv_heads, NUM_TILES * _CHUNKS], written with HAS_SUMS
-    HAS_SUMS: tl.constexpr,
+    sums_ptr,  # [max_rows, num_kv_heads, GROUP, NUM_TILES, 2], written
+    scores_ptr,  # [max_rows, num_kv_heads, GROUP, NUM_TILES * _CHUNKS], written
     NUM_TILES: tl.constexpr,
     QUERY_LEN: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    PADDED_TILES: tl.constexpr,
 ):
-    """Score a tile of chunks, and write its part of each query's softmax, or the chunks' votes."""
+    """Score a tile of chunks, and write its part of each query's softmax."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
+    heads_before = row * tl.num_programs(1) + head
     row_ptr = table_ptr + row * row_stride
+    dims = tl.arange(0, PADDED_DIM)
+    queries = tl.arange(0, PADDED_GROUP)
+    has_vote = queries < GROUP
+    query_mask = has_vote[:, None] & (dims[None, :] < HEAD_DIM)
+    query_ptr += row * QUERY_LEN * token_stride + head * GROUP * HEAD_DIM
+    query_ptrs = query_ptr + queries[:, None] * HEAD_DIM + dims[None, :]
+    if tile == 0:
+        copy_ptrs = by_head_ptr + heads_before * QUERY_LEN * GROUP * HEAD_DIM
+        copy_ptrs += queries[:, None] * HEAD_DIM + dims[None, :]
+        for token in tl.static_range(QUERY_LEN):
+            copied = tl.load(query_ptrs + token * token_stride, mask=query_mask)
+            tl.store(copy_ptrs + token * GROUP * HEAD_DIM, copied, mask=query_mask)
     num_chunks = _num_candidates(row_ptr)
     if tile * _CHUNKS >= num_chunks:
         return
@@ -165,16 +190,10 @@ def _votes_kernel(
     is_candidate = (chunks > 0) & (chunks < num_chunks)
     table = block_tables_ptr + row * block_table_stride
     blocks = tl.load(table + chunks, mask=is_candidate, other=0).to(tl.int64)
-    dims = tl.arange(0, PADDED_DIM)
     places = head * scales_head_stride + blocks
     mean_mask = is_candidate[None, :] & (dims[:, None] < HEAD_DIM)
     mean_ptrs = values_ptr + places[None, :] * HEAD_DIM + dims[:, None]
     means = tl.load(mean_ptrs, mask=mean_mask, other=0)
-    queries = tl.arange(0, PADDED_GROUP)
-    has_vote = queries < GROUP
-    query_offsets = row * QUERY_LEN * token_stride + (head * GROUP + queries) * HEAD_DIM
-    query_mask = has_vote[:, None] & (dims[None, :] < HEAD_DIM)
-    query_ptrs = query_ptr + query_offsets[:, None] + dims[None, :]
     query = tl.load(query_ptrs, mask=query_mask, other=0.0)
     # int8 numbers are exact in float16. A query beyond its range has no vote.
     dtype: tl.constexpr = tl.float32 if query.dtype == tl.float32 else tl.float16
@@ -183,33 +202,21 @@ def _votes_kernel(
     scores = scores * (scales * HEAD_DIM**-0.5)[None, :]
     scores = tl.where(is_candidate[None, :], scores, float("-inf"))
 
-    heads_before = row * tl.num_programs(1) + head
-    sums_ptr += (heads_before * GROUP + queries) * NUM_TILES * 2
-    if HAS_SUMS:
-        tiles = tl.arange(0, PADDED_TILES)
-        sums = sums_ptr[:, None] + tiles[None, :] * 2
-        mask = has_vote[:, None] & (tiles * _CHUNKS < num_chunks)[None, :]
-        tops = tl.load(sums, mask=mask, other=float("-inf"))
-        totals = tl.load(sums + 1, mask=mask, other=0.0)
-        top = tl.max(tops, axis=1)
-        top = tl.where(top > float("-inf"), top, 0.0)
-        total = tl.sum(totals * tl.exp(tops - top[:, None]), axis=1)
-        weights = tl.exp(scores - top[:, None]) / tl.where(total > 0, total, 1.0)[:, None]
-        votes = tl.sum(tl.where(has_vote[:, None], weights, 0.0), axis=0)
-        # A NaN ranks last: output stays right with any selection.
-        votes = tl.where(votes >= 0, votes, 0.0)
-        tl.store(votes_ptr + heads_before * NUM_TILES * _CHUNKS + chunks, votes)
-    else:
-        top = tl.max(scores, axis=1)
-        shift = tl.where(top > float("-inf"), top, 0.0)
-        total = tl.sum(tl.exp(scores - shift[:, None]), axis=1)
-        tl.store(sums_ptr + tile * 2, top, mask=has_vote)
-        tl.store(sums_ptr + tile * 2 + 1, total, mask=has_vote)
+    top = tl.max(scores, axis=1)
+    shift = tl.where(top > float("-inf"), top, 0.0)
+    total = tl.sum(tl.exp(scores - shift[:, None]), axis=1)
+    first_tiles = (heads_before * GROUP + queries) * NUM_TILES
+    tl.store(sums_ptr + (first_tiles + tile) * 2, top, mask=has_vote)
+    tl.store(sums_ptr + (first_tiles + tile) * 2 + 1, total, mask=has_vote)
+    score_ptrs = scores_ptr + first_tiles[:, None] * _CHUNKS + chunks[None, :]
+    tl.store(score_ptrs, scores, mask=has_vote[:, None])
 
 
 @triton.jit
 def _select_chunks_kernel(
-    votes_ptr,  # [max_rows, num_kv_heads, max_chunks], at least 0
+    sums_ptr,  # [max_rows, num_kv_heads, GROUP, NUM_TILES, 2]
+    scores_ptr,  # [max_rows, num_kv_heads, GROUP, NUM_TILES * _CHUNKS]
+    votes_ptr,  # [max_rows, num_kv_heads, max_chunks], written
     max_chunks,
     block_tables_ptr,  # [max_rows, width]
     block_table_stride,
@@ -219,7 +226,12 @@ def _select_chunks_kernel(
     sparse_stride,
     per_block,
     per_head,
-    VOTES: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    PADDED_TILES: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    SCORED: tl.constexpr,  # chunks of a step that adds up their votes
+    VOTES: tl.constexpr,  # of a later step
 ):
     """Find the least vote that is selected, digit by digit (radix select), and write the blocks."""
     row = tl.program_id(0).to(tl.int64)
@@ -230,8 +242,29 @@ def _select_chunks_kernel(
     if num_chunks == 0:
         return
     wanted = tl.load(row_ptr + col.NUM_SELECTED) - 1
-    votes_ptr += (row * num_kv_heads + head) * max_chunks
-    out = sparse_ptr + (row * num_kv_heads + head) * sparse_stride + 1
+    heads_before = row * num_kv_heads + head
+    queries = tl.arange(0, PADDED_GROUP)
+    first_tiles = (heads_before * GROUP + queries)[:, None] * NUM_TILES
+    tiles = tl.arange(0, PADDED_TILES)
+    sum_ptrs = sums_ptr + (first_tiles + tiles[None, :]) * 2
+    is_sum = (queries < GROUP)[:, None] & (tiles * _CHUNKS < num_chunks)[None, :]
+    tops = tl.load(sum_ptrs, mask=is_sum, other=float("-inf"))
+    totals = tl.load(sum_ptrs + 1, mask=is_sum, other=0.0)
+    top = tl.max(tops, axis=1)
+    top = tl.where(top > float("-inf"), top, 0.0)
+    total = tl.sum(totals * tl.exp(tops - top[:, None]), axis=1)
+    total = tl.where(total > 0, total, 1.0)
+    votes_ptr += heads_before * max_chunks
+    for start in range(0, num_chunks, SCORED):
+        chunks = start + tl.arange(0, SCORED)
+        is_score = (queries < GROUP)[:, None] & (chunks < num_chunks)[None, :]
+        score_ptrs = scores_ptr + first_tiles * _CHUNKS + chunks[None, :]
+        scores = tl.load(score_ptrs, mask=is_score, other=float("-inf"))
+        votes = tl.sum(tl.exp(scores - top[:, None]) / total[:, None], axis=0)
+        # A NaN ranks last: output stays right with any selection.
+        tl.store(votes_ptr + chunks, tl.where(votes >= 0, votes, 0.0), mask=chunks < num_chunks)
+    tl.debug_barrier()  # the votes below are read by other threads
+    out = sparse_ptr + heads_before * sparse_stride + 1
     table = block_tables_ptr + row * block_table_stride
     # As integers, floats of at least 0 have the same order.
     least, num_above = 0, 0  # the least vote's digits so far; votes whose digits are greater

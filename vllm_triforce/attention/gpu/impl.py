@@ -87,8 +87,6 @@ class _RetrievalImpl(ImplBase):
         if not isinstance(sequences, SparseSequences):
             type(self).kernel(layer, self, query, keys, values, sequences, output)
             return output
-        if sequences.selection is not None:
-            sequences.selection.select(self.layer_index, query)
         blocks = OneHeadBlocks.of(keys, values)
         heads, length = self.num_kv_heads, sequences.max_query_len
         shape = (len(query) * heads, self.num_heads // heads, self.head_size)
@@ -97,8 +95,12 @@ class _RetrievalImpl(ImplBase):
             # A sequence's tokens lie together: [num_reqs, heads, length, group, head_size].
             return x.view(-1, length, heads, *shape[1:]).transpose(1, 2)
 
-        # One copy, of queries that are a part of the rows of the layer's projection.
-        ordered = by_head(query).reshape(shape)
+        # Queries are copied once, by the selection where there is one.
+        ordered = None
+        if sequences.selection is not None:
+            ordered = sequences.selection.select(self.layer_index, query)
+        if ordered is None:
+            ordered = by_head(query).reshape(shape)
         target = (
             output.view(shape) if length == 1 else torch.empty_like(ordered, dtype=output.dtype)
         )
