@@ -140,11 +140,12 @@ def _count_launches(llm, steps: list[list[str]]) -> dict[str, int]:
     """Count the launches of one of level 2's layers, and of a step's proposals outside graphs."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     launches = {}
-    for kind, level2_round in runner.speculator.built.speculator.level2._rounds.items():
-        for graph in level2_round._graphs.graphs.values():
+    for may_select, passes in runner.speculator.built.speculator.level2._passes.items():
+        part = "layer that selects" if may_select else "layer"
+        for graph in passes._graphs.graphs.values():
             # From a layer's attention to the next layer's.
             attention = [i for i, name in enumerate(graph.kernels) if name == "_vllm_fa3_C::fwd"]
-            launches[f"layer of level 2, {kind}"] = attention[1] - attention[0]
+            launches[part] = attention[1] - attention[0]
     # Steps with new requests have more, as those rebuild the windows of level 1's model.
     launches["step"] = max(len(kernels) for kernels in steps if "aten::embedding" not in kernels)
     return launches

@@ -16,7 +16,7 @@ KINDS = tuple(sampling.kind for sampling in CAPTURED_SAMPLING)
 # logits, either may be taken.
 TIE = {"bfloat16": 0.06, "float32": 1e-3}
 # Kernel launches of a layer in level 2's graphs, and of a step's proposals outside graphs.
-MAX_LAYER_LAUNCHES, MAX_STEP_LAUNCHES = 14, 29
+MAX_LAUNCHES = {"layer": 13, "layer that selects": 14, "step": 29}
 
 
 @dataclass
@@ -95,9 +95,10 @@ def judge(verdict: Verdict, results: dict[Case, dict], exact: Exact) -> None:
         if case.selection:  # prompt lookup by itself has no rounds that are captured
             _judge_rounds(verdict, result["replayed_rounds"])
     for part, number in result["launches"].items():
-        limit = MAX_STEP_LAUNCHES if part == "step" else MAX_LAYER_LAUNCHES
-        if number > limit:
-            verdict.faults.append(f"{number} kernel launches of a {part}, not {limit} at most")
+        if number > MAX_LAUNCHES[part]:
+            verdict.faults.append(
+                f"{number} launches of a {part}, not {MAX_LAUNCHES[part]} at most"
+            )
     if case.plan:
         _judge_counters(verdict, result["counters"])
 
@@ -136,7 +137,9 @@ def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
     """Of every kind of batch. Where one request at a time is speculated on, it may be that only
     greedy ones are."""
     kinds = ("greedy",) if verdict.case.is_single else KINDS
-    wanted = {f"level 2 round, {kind}" for kind in kinds}
+    wanted = {"level 2 round"} | {f"level 2 logits, {kind}" for kind in kinds}
+    if verdict.case.selection == "retrieval" and verdict.case.plan == "fixed":
+        wanted.add("level 2 round without selection")
     if verdict.case.has_draft:
         wanted |= {f"level 1 round, {kind}" for kind in kinds}
     verdict.faults += [f"no {name} was replayed" for name in sorted(wanted - set(replayed))]

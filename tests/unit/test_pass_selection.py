@@ -5,7 +5,11 @@ import pytest
 import torch
 
 from tests.unit.test_selection import retrieval_cache
-from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION, PassSelection
+from vllm_triforce.cache.pass_selection import (
+    TOKENS_PER_SELECTION,
+    PassSelection,
+    may_select,
+)
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.config.budget import RetrievalBudget
 
@@ -112,6 +116,22 @@ def test_a_pass_of_requests_within_the_budget_selects_nothing():
     selection = PassSelection(cache.policy, {1: long.candidates}, HEADS, cache.head_strides)
     tables = torch.zeros(LAYERS, 1, HEADS, 12, dtype=torch.int32)
     assert not selection.begin_pass([0], [2], [0], tables)
+
+
+@pytest.mark.parametrize("max_round_tokens", [1, 2, 3, 5])
+@pytest.mark.parametrize("max_tokens", [1, 4, 5, 6, 9, 12])
+def test_the_host_knows_in_which_rounds_a_request_may_select(max_round_tokens, max_tokens):
+    """On Runner V2 the device decides, by lengths that it alone knows."""
+    steps = {(0, 0)}  # tokens of a proposal before a round and after it
+    for num_rounds in range(max_tokens + 2):
+        due = [
+            after < max_tokens
+            and (not after or after // TOKENS_PER_SELECTION > before // TOKENS_PER_SELECTION)
+            for before, after in steps
+        ]
+        assert may_select(num_rounds, max_round_tokens, max_tokens) == any(due) or not num_rounds
+        added = range(1, max_round_tokens + 1)
+        steps = {(b, min(b + n, max_tokens)) for _, b in steps if b < max_tokens for n in added}
 
 
 def test_a_request_selects_at_first_and_after_each_few_tokens():

@@ -20,6 +20,21 @@ TOKENS_PER_SELECTION = 4
 """Tokens of a proposal between two selections. A request also selects in the first pass."""
 
 
+def may_select(num_rounds: int, max_round_tokens: int, max_tokens: int) -> bool:
+    """Return True if any request of a batch can select in a pass of Runner V2.
+
+    The host knows the rounds so far, and bounds of the tokens that they added.
+
+    Args:
+        num_rounds: rounds before the pass, each of 1 to ``max_round_tokens`` tokens.
+        max_tokens: tokens of the longest proposal. A request that has all of its does not select.
+    """
+    if not num_rounds:
+        return True
+    longest = min(num_rounds * max_round_tokens, max_tokens - 1)
+    return longest // TOKENS_PER_SELECTION > (num_rounds - 1) // TOKENS_PER_SELECTION
+
+
 class PassSelection:
     """Chunks of a batch that each layer selects in passes of a proposal.
 

@@ -45,7 +45,7 @@ def num_graphs(
     has_draft: bool,
     num_lora_cases: int = 0,
 ) -> dict[str, int]:
-    """Count the graphs of proposals, by kind.
+    """Count the graphs of proposals that run a model, by kind.
 
     Args:
         max_rows, capture_limit: as in ``round_sizes``.
@@ -55,7 +55,9 @@ def num_graphs(
         len(round_sizes(max_rows, capture_limit)),
         len(pass_sizes(max_rows, capture_limit)),
     )
-    level2 = {"level 2 rounds": len(CAPTURED_SAMPLING) * rounds, "level 2 passes": passes}
+    # Where passes select, there are rounds with and without selection. The graphs of logits are not
+    # counted: they have a few dozen kernels, where a pass has hundreds.
+    level2 = {"level 2 rounds": rounds * (1 + config.selects_in_pass), "level 2 passes": passes}
     if num_lora_cases:
         level2 = {"level 2 passes": num_lora_cases * (rounds + passes)}
     if not config.uses_level2:

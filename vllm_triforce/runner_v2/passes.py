@@ -177,17 +177,20 @@ class ModelPass:
         """Return the number of rows that ``run(num_rows)`` reads, whose inputs must be filled."""
         return num_rows if self._graphs is None else self._dispatch(self._graphs, num_rows).num_reqs
 
+    def hidden(self, num_rows: int) -> torch.Tensor:  # [num_rows, query_len, hidden_size]
+        """Return the hidden states of the last run."""
+        length = self.inputs.query_len
+        return self._hidden[: num_rows * length].unflatten(0, (num_rows, length))
+
     def run(self, num_rows: int) -> torch.Tensor:  # [num_rows, query_len, hidden_size]
         """Return hidden states of the inputs, valid until the next run."""
-        length = self.inputs.query_len
-        hidden = self._hidden[: num_rows * length].unflatten(0, (num_rows, length))
         if self._graphs is not None:
             desc = self._dispatch(self._graphs, num_rows)
             if desc.cg_mode == CUDAGraphMode.FULL:
                 self._graphs.run_fullgraph(desc)
-                return hidden
+                return self.hidden(num_rows)
         self._forward(num_rows)
-        return hidden
+        return self.hidden(num_rows)
 
     def _dispatch(self, graphs: PassGraphs, num_rows: int):
         length = self.inputs.query_len

@@ -16,7 +16,7 @@ from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.row_table import Refresh
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext, Slot
-from vllm_triforce.runner_v2.passes import ModelPass, graphed_rounds
+from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass, graphed_rounds
 from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
 from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.runner_v2.sources.source import HiddenStatesV2
@@ -171,7 +171,15 @@ class RetrievalLevelV2:
             for kind in group.dense
         ]
         self._has_adapters = adapters is not None
-        self._rounds = graphed_rounds(self._forward, [self.model_pass], context, "level 2 round")
+        # A round is two graphs: the pass, with or without the launches that select, and its logits,
+        # by the kind of sampling.
+        self._selection = selections.in_pass
+        parts = SamplingV2(True), [self.model_pass], context
+        self._passes = {True: GraphedRound(self._run_pass, *parts, "level 2 round")}
+        if selections.in_pass is not None:
+            name = "level 2 round without selection"
+            self._passes[False] = GraphedRound(self._run_without_selection, *parts, name)
+        self._logits = graphed_rounds(self._compute_logits, [], context, "level 2 logits")
 
     def capture(self, mode) -> None:
         # Dense layers' metadata may depend on more than shapes; then nothing can be captured.
@@ -182,7 +190,7 @@ class RetrievalLevelV2:
             self.pool.slot_mapping.fill_(-1)
         self.model_pass.capture(mode, has_round_graphs=not self._has_adapters)
         if not self._has_adapters:  # LoRA layers decide on the host before each pass what to launch
-            for graphed_round in self._rounds.values():
+            for graphed_round in (*self._passes.values(), *self._logits.values()):
                 graphed_round.capture(mode)
 
     def begin(self, batch: BatchV2, slots: list[Slot], refreshes: list[Refresh]) -> None:
@@ -196,17 +204,27 @@ class RetrievalLevelV2:
         if self.pool is not None:
             self.pool.begin(self.selections.tables)
 
-    def forward(self, sampling: SamplingV2) -> LevelLogits:
+    def forward(self, sampling: SamplingV2, may_select: bool = True) -> LevelLogits:
         """Return logits after each row's newest token and each draft, ``gamma + 1`` places.
 
         They are valid until the next pass.
+
+        Args:
+            may_select: False if no row selects chunks in this pass.
         """
-        best, top, *masked = self._rounds[sampling.kind](sampling)
+        self._passes.get(may_select, self._passes[True])(sampling)
+        best, top, *masked = self._logits[sampling.kind](sampling)
         distributions = None if sampling.all_greedy else Distributions(*masked)
         return LevelLogits(best, top, distributions)
 
-    def _forward(self, sampling: SamplingV2) -> tuple[torch.Tensor, ...]:
-        """Return the fields of ``LevelLogits``, and of its distributions unless all are greedy."""
+    def _run_without_selection(self, sampling: SamplingV2) -> tuple[()]:
+        self._selection = None
+        try:
+            return self._run_pass(sampling)
+        finally:
+            self._selection = self.selections.in_pass
+
+    def _run_pass(self, sampling: SamplingV2) -> tuple[()]:
         rows = self._rows
         group = self._groups[self._sparse_group]
         prepare_target_inputs(
@@ -219,9 +237,15 @@ class RetrievalLevelV2:
             self._max_position,
             self.pool,
         )
-        hidden = self.model_pass.run(rows.num_rows)
+        self.model_pass.run(rows.num_rows)
         if self._hidden_states is not None:
             self._hidden_states.add_pass(self.model_pass.states, self.model_pass.inputs)
+        return ()
+
+    def _compute_logits(self, sampling: SamplingV2) -> tuple[torch.Tensor, ...]:
+        """Return the fields of ``LevelLogits``, and of its distributions unless all are greedy."""
+        rows = self._rows
+        hidden = self.model_pass.hidden(rows.num_rows)
         logits = self._model.compute_logits(hidden.flatten(0, 1))
         if sampling.has_processors:
             logits = self._context.logits_processing.apply(logits, first_place=0)
@@ -255,7 +279,7 @@ class RetrievalLevelV2:
             inputs.query_len,
             inputs.seq_lens[: num_rows * heads],
             tables,
-            self.selections.in_pass,
+            self._selection,
         )
         metadata = dict(zip(group.sparse_layer_names, sparse))
         for dense in self._dense:

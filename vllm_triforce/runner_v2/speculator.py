@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_triforce.cache.pass_selection import may_select
 from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE
 from vllm_triforce.core.loop import Observer, propose
 from vllm_triforce.kernels.draw import Distributions, LevelLogits
@@ -208,8 +209,7 @@ class LevelsV2:
         self._context, self._draft_logits = speculator.context, speculator.draft_logits
         self._level1, self._level2 = level1, speculator.level2
         self._batch = batch
-        self._rounds_left = int(batch.max_num_rounds.max())
-        self._is_first = True
+        self._num_rounds = 0  # begun
 
     def begin(self) -> None:
         batch = self._batch
@@ -221,9 +221,9 @@ class LevelsV2:
         self._level2.begin(batch, slots, refreshes)
 
     def unfinished(self) -> Rows | None:
-        if not self._rounds_left:
+        if self._num_rounds == self._batch.max_num_rounds.max():
             return None
-        self._rounds_left -= 1
+        self._num_rounds += 1
         return self._context.rows
 
     def draft(self, rows: Rows) -> Distributions | None:
@@ -231,12 +231,15 @@ class LevelsV2:
         if self._level1 is None:
             rows.num_drafted.zero_()
             return None
-        self._level1.draft(self._batch, rows, self._is_first)
-        self._is_first = False
+        self._level1.draft(self._batch, rows, is_first=self._num_rounds == 1)
         return None if self._batch.sampling.all_greedy else self._level1.distributions
 
     def forward(self, rows: Rows, drafted: Distributions | None) -> LevelLogits:
-        return self._level2.forward(self._batch.sampling)
+        batch = self._batch
+        max_round_tokens = 1 if self._level1 is None else rows.gamma + 1
+        max_tokens = int(batch.max_num_tokens.max())
+        selects = may_select(self._num_rounds - 1, max_round_tokens, max_tokens)
+        return self._level2.forward(batch.sampling, selects)
 
     def verify(self, rows: Rows, drafted: Distributions | None, logits: LevelLogits) -> None:
         context = self._context

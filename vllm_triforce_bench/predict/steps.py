@@ -20,7 +20,8 @@ from vllm_triforce_bench.predict.machine import Machine
 from vllm_triforce_bench.predict.settings import DRAFT, LEVELS, PLAIN, STOCK, Acceptance, Setting
 
 # Kernels in a pass's graph: of a layer, of its experts, and beside the layers (read off vLLM). A
-# layer of level 2 has three copies around its attention, and FlashAttention 3's preparation.
+# layer of level 2 had three copies around its attention, and FlashAttention 3's preparation, when
+# the H200 was measured. It has two copies since.
 _LAYER_KERNELS, _MOE_LAYER_KERNELS, _PASS_KERNELS = 11, 5, 4
 _LEVEL2_LAYER_KERNELS = 4
 # Kernels, uploads and waits of a greedy step, counted with a draft on Model Runner V2 by the tool
@@ -31,9 +32,10 @@ DRAFTING_KERNELS = 6  # a drafted token, beside its pass
 LEVEL2_KERNELS = 3  # level 2's logits
 ROUND_KERNELS, DIRECT_ROUND_KERNELS = 2, 1  # a round of levels 1 and 2, or of level 1 alone
 SUMMARY_KERNELS = 5  # a proposal by level 2, for full chunks' mean keys; not counted, but read
-# A layer's selection has three launches; in a pass that does not select they return at once. One
-# program for each KV head of a request searches its chunks, and mean keys are read at a small share
-# of the bandwidth. Fitted to an H200 (32.0 to 51.8 us a layer, docs/results.md).
+# A layer's selection had three launches then, which returned at once in a pass that did not select.
+# It has two since, and none in passes of which the host knows that no request selects. One program
+# for each KV head of a request searches its chunks, and mean keys are read at a small share of the
+# bandwidth. Fitted to an H200 (32.0 to 51.8 us a layer, docs/results.md).
 SELECTION_KERNELS, IDLE_SELECTION_KERNELS, CPU_SELECTION_OPERATIONS = 3, 1.5, 12
 _CHUNK_SECONDS, _SELECTION_BANDWIDTH_SHARE = 1.8e-9, 0.285
 # Bytes of a logit in the sampler, and reads and writes of a row of logits for a verified token.
