@@ -179,9 +179,9 @@ def captured(runner, monkeypatch):
 def test_each_size_is_captured_without_and_with_adapters(runner, captured):
     level2, replayed = captured(adapters_of(runner))
     kinds = [(max(tokens), len(tokens)) for _, tokens, _ in runner.told]
-    assert kinds == [(n, 3 * rows) for rows in (4, 1) for n in (MAX_LORAS, 0)]
+    assert kinds == [(n, 3 * rows) for rows in (4, 2, 1) for n in (MAX_LORAS, 0)]
     for first, rows in product(("1", "0"), (1, 2, 3, 4)):
-        size, has_adapters = (1, 4, 4, 4)[rows - 1], first == "0"
+        size, has_adapters = (1, 2, 4, 4)[rows - 1], first == "0"
         level2.begin([first, "1", "none", "1"][:rows])
         if has_adapters:
             by_logits, by_token, _ = runner.told[-1]

@@ -346,7 +346,7 @@ def test_graphs_are_at_most_a_third_more_than_stock_vllms():
     config = TriForceConfig().with_defaults(can_adapt=True, has_fixed_shapes=True).resolve(16)
     for seqs in (256, 1024):
         counts = memory_table.graphs(seqs, config, has_draft=False)
-        assert sum(counts.values()) <= 1.3 * memory_table.num_stock_graphs(seqs)
+        assert sum(counts.values()) <= 1.34 * memory_table.num_stock_graphs(seqs)
         stock, ours = manager_of(seqs, 0), manager_of(seqs, config.num_speculative_tokens)
         add_plain_decode_graphs(ours)
         for desc in full_graphs(stock):

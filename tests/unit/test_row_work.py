@@ -66,27 +66,27 @@ def test_each_size_is_captured_with_its_passes_within_and_replayed_for_fewer_row
     rows.num_rows = 2
     rows.count.fill_(2)
     work.capture(CUDAGraphMode.FULL_DECODE_ONLY)
-    assert calls == [(5, True), (4, True), (1, True)]
+    assert calls == [(5, True), (4, True), (2, True), (1, True)]
     assert rows.num_rows == 2, "as it was before"
     assert rows.count.item() == 0, "the warm-up writes nothing for anybody"
-    for num_rows, size in ((1, 1), (2, 4), (3, 4), (4, 4), (5, 5)):
+    for num_rows, size in ((1, 1), (2, 2), (3, 4), (4, 4), (5, 5)):
         rows.num_rows = num_rows
         assert work(PRESENT) == (size,), "what that graph makes"
         assert replayed.pop().num_reqs == size
-    assert len(calls) == 3 and not replayed
+    assert len(calls) == 4 and not replayed
 
 
 def test_large_batches_launch_pass_by_pass(made):
     work, rows, calls, replayed = made(max_rows=40)
     work.capture(CUDAGraphMode.FULL_DECODE_ONLY)
-    assert [size for size, _ in calls] == [16, 4, 1]
+    assert [size for size, _ in calls] == [16, 8, 4, 2, 1]
     rows.num_rows = 17
     assert work(PRESENT) == (17,) and calls[-1] == (17, False) and not replayed
 
 
 def test_rounds_of_every_kind_are_captured():
     captured = {sampling.kind: sampling for sampling in CAPTURED_SAMPLING}
-    assert list(captured) == ["greedy", "any"]
+    assert list(captured) == ["greedy", "sampled", "any"]
     for asked in itertools.product((False, True), repeat=3):
         batch = SamplingV2(*asked)
         its = captured[batch.kind]

@@ -10,7 +10,7 @@ from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING
 
 # Rows of rounds that are captured as a whole. Larger rounds launch pass by pass: launches are a
 # small part of their time, and a graph of the round would keep its logits in memory.
-ROUND_ROWS = (1, 4, 16)
+ROUND_ROWS = (1, 2, 4, 8, 16)
 MAX_ROWS = ROUND_ROWS[-1]
 
 

@@ -22,13 +22,19 @@ class SamplingV2:
 
     @property
     def kind(self) -> str:
-        """Kind of round: "greedy", or "any" for all sampling parameters."""
-        return "greedy" if self.all_greedy and not self.has_processors else "any"
+        """Kind of round: "greedy", "sampled" by temperatures alone, or "any" parameters."""
+        if self.has_processors or (self.has_masks and not self.all_greedy):
+            return "any"
+        return "greedy" if self.all_greedy else "sampled"
 
 
-# Sampling of the captured rounds, one of each kind. Masks and processors that a row does not use
-# leave its logits unchanged and take a few microseconds; more kinds take memory and start-up time.
-CAPTURED_SAMPLING = (SamplingV2(True), SamplingV2(False, has_masks=True, has_processors=True))
+# Sampling of the captured rounds, one of each kind. In "any", masks and processors that a row does
+# not use leave its logits unchanged; more kinds take memory and start-up time.
+CAPTURED_SAMPLING = (
+    SamplingV2(True),
+    SamplingV2(False),
+    SamplingV2(False, has_masks=True, has_processors=True),
+)
 
 
 def row_masks(sampling: SamplingV2, rows: Rows, times: int = 1) -> list[torch.Tensor]:

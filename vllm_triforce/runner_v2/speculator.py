@@ -189,7 +189,7 @@ def init_rows(
         batch.last_sampled,
         batch.parameters,
     )
-    if batch.sampling.kind != "greedy":  # a graph of any other kind applies processors
+    if batch.sampling.kind == "any":  # its graphs apply processors
         context.logits_processing.begin()
 
 
