@@ -269,7 +269,7 @@ class AsyncController:
                 elif request_id in self._alive:
                     self._learn(request_id, outcomes[request_id], choice)
         if time is not None and (outcomes or not time.num_drafts):  # else the report was lost
-            time.has_seed = pending is not None and pending.has_seed
+            time = replace(time, has_seed=pending is not None and pending.has_seed)
             self.controller.observe_step(time, None if pending is None else pending.planned)
 
     def _learn_seconds(
