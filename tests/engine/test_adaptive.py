@@ -267,6 +267,30 @@ def test_plain_steps_are_timed(engines, pair, text):
     measured.overheads = before.overheads
 
 
+def test_the_step_that_verifies_before_a_rest_is_timed(engines, pair, text):
+    """A trial is verified in the step whose decision is to rest; its costs are learnt from that."""
+    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 256}
+    llm = engines.get(pair["target"], keys)
+    controller = controller_of(llm)
+    decisions, seen = [], []
+
+    def once(candidates, num_plain=0):
+        decisions.append(candidates)
+        for candidate in candidates:
+            controller.acceptance.of(candidate.request_id, candidate.is_greedy)
+        if len(decisions) % 2:
+            return [Choice("draft_model", 4, 0)] * len(candidates)
+        controller.backoff.begin(6)
+        return [PLAIN] * len(candidates)
+
+    def note(step, planned):
+        seen.append(step.num_drafts > 0)
+
+    with replaced(controller, "choose", once), replaced(controller, "observe_step", note):
+        generate(llm, [text[:400]], max_tokens=60)
+    assert sum(seen) > 2
+
+
 def test_steps_without_speculation_are_stocks(engines, pair, text):
     """At rest the runner is told of no speculation at all, and is told again afterwards."""
     keys = triforce(model=pair["draft"], retrieval_budget=256) | {"min_context": 500}

@@ -79,7 +79,9 @@ class PlainSteps:
         backoff = self._controller.backoff
         backoff.begin_step()
         has_changed = self._note_changes(scheduler_output)
-        if backoff.wants_times:
+        last = self._last_step
+        # At rest few steps are timed, but the last one with drafts, which ends here, always.
+        if backoff.wants_times or (last is not None and last[2].num_drafts):
             self._time_step(scheduler_output, has_changed)
         else:
             self._last_step, self.propose_seconds = None, 0.0
