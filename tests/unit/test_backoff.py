@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from tests.unit.worlds import NOTHING_PAYS, controller
+from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration import (
     LONGEST_REST,
     SHORTEST_REST,
@@ -89,6 +90,15 @@ def test_decisions_take_no_more_however_often_requests_join(decision_s, every):
     steps = decisions(found, 5000, joins=lambda step: step % every == 0)
     share = len(steps) * decision_s / (5000 * plain_s)
     assert 0.5 * TRIAL_SHARE <= share <= 1.1 * TRIAL_SHARE
+
+
+@pytest.mark.parametrize("num_before", [0, 20])
+def test_one_slow_decision_makes_no_rest_long(num_before):
+    """The first one, as long as twenty others, or one in which the engine stood still."""
+    model = CostModel(NOTHING_PAYS)
+    for seconds in [0.0005] * num_before + [0.01 if num_before == 0 else 1.0] + [0.0005] * 8:
+        model.observe_decision(seconds)
+    assert model.decision_s == pytest.approx(0.001, rel=0.2)
 
 
 def test_a_request_that_joins_is_decided_on_as_soon_as_that_is_paid_for():

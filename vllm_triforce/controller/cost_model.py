@@ -231,9 +231,10 @@ class CostModel:
             self.level2_factors[num_rows.bit_length()] = _moved(old, seconds / predicted, 2 * old)
 
     def observe_decision(self, seconds: float) -> None:
-        """Learn from a decision."""
-        new = _DECISION_DELAY * seconds
-        self.decision_s = _moved(self.decision_s or None, new, 4 * new)
+        """Learn from a decision. Disturbances, as its first calls, make it slower, never faster."""
+        old, new = self.decision_s or None, _DECISION_DELAY * seconds
+        weight = _FASTER if old is not None and new < old else _NEW
+        self.decision_s = _moved(old, new, 2 * (old or new), weight)
 
     def observe_step(self, step: StepTime) -> tuple[float, float]:
         """Learn the seconds of a step beside its passes.
