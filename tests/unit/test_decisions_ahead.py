@@ -102,6 +102,26 @@ def test_decisions_that_take_long_hold_for_several_steps(monkeypatch):
     assert 200 * 0.02 / 0.25 / 2 < len(decided) < 40
 
 
+@pytest.mark.parametrize("has_seed", [False, True])
+def test_who_joins_does_not_end_a_wait_after_losses(has_seed):
+    """Twenty steps earn a plain step; others come in each of them, seeded or not."""
+    made = decisions(MHA_ON_GPU, clock := Clock(0.0005))
+
+    def candidate(name: str) -> Candidate:
+        is_seeded = has_seed and name != "a"
+        return Candidate(name, 100_000, 12, has_seed=is_seeded, num_left=10_000)
+
+    steady(made, clock, ["a"], candidate)
+    made.controller.measured.balance_s = -1e-9
+    clock.now += 1.0
+    waited = []
+    for step in range(24):
+        number, plan = made.decide(["a", f"b{step}"], candidate)
+        waited.append("a" not in plan)
+        end_step(made, number + 1, plan)
+    assert waited[:20] == [True] * 20 and not all(waited)
+
+
 @pytest.mark.parametrize("most", [12, 5])
 def test_proposals_are_longer_than_their_rounds_on_average(most):
     made = decisions(MHA_ON_GPU)

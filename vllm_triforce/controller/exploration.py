@@ -114,7 +114,7 @@ class Exploration:
         self._fixed = fixed
         self.trials = Trials()
         self.backoff = SpeculationBackoff()
-        self._last_plain_step = 0
+        self._last_plain_step = self._wait_until = 0
 
     def choose(
         self,
@@ -139,7 +139,7 @@ class Exploration:
         self.trials.begin_decision(candidates)
         has_seed, plain_s = any(c.has_seed for c in candidates), costs.plain_s
         nothing = np.full(len(candidates), -1)
-        if num_to_wait := self._begin_wait(costs.model, plain_s):
+        if num_to_wait := self._steps_to_wait(costs.model, plain_s):
             self.backoff.begin(1 if has_seed else num_to_wait)
             return nothing, False
         best = plan(options, costs, self._max_slowdown)
@@ -179,13 +179,17 @@ class Exploration:
         balance_s = _FIRST_BALANCE * plain_s if costs.balance_s is None else costs.balance_s
         costs.balance_s = min(_MAX_BALANCE * plain_s, balance_s + seconds)
 
-    def _begin_wait(self, costs: CostModel, plain_s: float) -> int:
-        """Return the steps until the balance would hold a plain step, 0 above zero."""
-        balance_s = costs.balance_s
-        if balance_s is None or balance_s >= 0:
-            return 0
-        costs.balance_s = plain_s
-        return min(_MAX_WAIT, int((plain_s - balance_s) / (self._max_slowdown * plain_s)))
+    def _steps_to_wait(self, costs: CostModel, plain_s: float) -> int:
+        """Return the steps until the balance would hold a plain step, 0 above zero.
+
+        Requests that join, and seeded ones, are decided on meanwhile, but do not end a wait.
+        """
+        step, balance_s = self.backoff.step, costs.balance_s
+        if step >= self._wait_until and balance_s is not None and balance_s < 0:
+            num_steps = int((plain_s - balance_s) / (self._max_slowdown * plain_s))
+            self._wait_until = step + min(_MAX_WAIT, num_steps)
+            costs.balance_s = plain_s
+        return max(0, self._wait_until - step)
 
     # Probes and rests.
 
