@@ -297,8 +297,8 @@ class Calibration:
     def _sampling(self) -> float:
         """Measure the sampling of a row of logits, without top-k and top-p.
 
-        The controller learns from the steps how long these take: tens of times longer where the
-        vocabulary is sorted for them.
+        Where the vocabulary is sorted for these, it takes tens of times longer. The controller
+        learns that as part of what verifying any drafts adds to a step.
         """
         vocab_size = self._vllm_config.model_config.get_vocab_size()
         logits = torch.zeros(_SAMPLED_ROWS, vocab_size, device=self._device)
