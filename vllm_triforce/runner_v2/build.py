@@ -29,7 +29,7 @@ from vllm_triforce.runner_v2.batch import Placeholders, ProposalContext, Slots
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.selections import SelectionsV2
-from vllm_triforce.runner_v2.sources.source import HiddenStatesV2, SourcePartsV2
+from vllm_triforce.runner_v2.sources.source import DraftSourceV2, HiddenStatesV2, SourcePartsV2
 from vllm_triforce.runner_v2.speculator import SpeculatorV2
 
 if TYPE_CHECKING:
@@ -56,15 +56,7 @@ class SpeculatorPartsV2:
         model_config, scheduler_config = vllm_config.model_config, vllm_config.scheduler_config
         groups, layers, builder = [], [], None
         if config.builds_level2:
-            block_sizes = runner.block_tables.block_sizes
-            check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
-            groups, layers, builder = group_layers(
-                kv_cache_config,
-                runner.attn_groups,
-                block_sizes,
-                adapter.target_layers,
-                platform_for(current_platform).retrieval(),
-            )
+            groups, layers, builder = _grouped_layers(adapter, runner, kv_cache_config)
             config = fit_blocks(config, retrieval_block_size(groups))
         self.num_slots = min(scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
@@ -101,16 +93,7 @@ class SpeculatorPartsV2:
         level2 = None
         if config.builds_level2:
             level2 = self._level2(adapter.level2_model, groups, layers, builder, offload)
-        parts = SourcePartsV2(
-            self.context,
-            adapter.model,
-            adapter.draft_layers,
-            adapter.vllm_config,
-            platform_for(current_platform).draft(),
-            runner.req_states.all_token_ids.gpu,
-            self.hidden_states,
-        )
-        sources = {name: SOURCES_V2[name].build(parts) for name in config.sources}
+        sources = self._sources(adapter, runner.req_states.all_token_ids.gpu)
         self.speculator = SpeculatorV2(
             self.context,
             sources,
@@ -118,6 +101,23 @@ class SpeculatorPartsV2:
             level2,
             self._draft_logits(vocab_size),
         )
+
+    def _sources(
+        self,
+        adapter: BaseAdapterV2,
+        token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32, of vLLM's requests
+    ) -> dict[str, DraftSourceV2]:
+        """Build level 1's sources, by name."""
+        parts = SourcePartsV2(
+            self.context,
+            adapter.model,
+            adapter.draft_layers,
+            adapter.vllm_config,
+            platform_for(current_platform).draft(),
+            token_ids,
+            self.hidden_states,
+        )
+        return {name: SOURCES_V2[name].build(parts) for name in self.context.config.sources}
 
     def _draft_logits(self, vocab_size: int) -> DraftLogits:
         """Allocate the distributions that level 3 reads."""
@@ -204,6 +204,20 @@ class SpeculatorPartsV2:
             self.hidden_states,
             num_states(context.vllm_config) if config.has_head else 0,
         )
+
+
+def _grouped_layers(adapter: BaseAdapterV2, runner, kv_cache_config):
+    """Return ``group_layers()`` of the target.
+
+    Raises:
+        ValueError: vLLM's kernels use other blocks than its block tables.
+    """
+    block_sizes = runner.block_tables.block_sizes
+    check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
+    retrieval = platform_for(current_platform).retrieval()
+    return group_layers(
+        kv_cache_config, runner.attn_groups, block_sizes, adapter.target_layers, retrieval
+    )
 
 
 def _query_recorder(

@@ -138,13 +138,7 @@ class RetrievalLevelV2:
         self.pool = pool
         layer_names = groups[self._sparse_group].sparse_layer_names
         self._pooled_names = set() if pool is None else set(layer_names[-pool.num_layers :])
-        layers = vllm_config.compilation_config.static_forward_context
-        self._scrubbers: list[NanScrubber | None] = []
-        for group in groups:
-            of_group = {*group.sparse_layer_names, *group.dense_layer_names} - self._pooled_names
-            caches = [layers[layer_name].kv_cache for layer_name in sorted(of_group)]
-            scrubber = NanScrubber(caches, group.block_size, context.device) if caches else None
-            self._scrubbers.append(scrubber)
+        self._scrubbers = [self._scrubber(group, vllm_config) for group in groups]
         num_seqs = rows.max_rows * self._num_kv_heads
         self.model_pass = ModelPass(
             self._model,
@@ -158,18 +152,7 @@ class RetrievalLevelV2:
             num_states,
             is_target=True,
         )
-        self._dense = [
-            DenseLayers(
-                *kind,
-                group.block_size,
-                self.model_pass.inputs,
-                self._dense_seq_lens,
-                table,
-                self._max_position + 1,
-            )
-            for group, table in zip(groups, tables)
-            for kind in group.dense
-        ]
+        self._dense = self._dense_layers(tables)
         self._has_adapters = adapters is not None
         # A round is two graphs: the pass, with or without the launches that select, and its logits,
         # by the kind of sampling.
@@ -180,6 +163,22 @@ class RetrievalLevelV2:
             name = "level 2 round without selection"
             self._passes[False] = GraphedRound(self._run_without_selection, *parts, name)
         self._logits = graphed_rounds(self._compute_logits, [], context, "level 2 logits")
+
+    def _dense_layers(self, tables: list[torch.Tensor]) -> list[DenseLayers]:
+        """Describe the layers that read the whole context."""
+        inputs, max_len = self.model_pass.inputs, self._max_position + 1
+        return [
+            DenseLayers(*kind, group.block_size, inputs, self._dense_seq_lens, table, max_len)
+            for group, table in zip(self._groups, tables)
+            for kind in group.dense
+        ]
+
+    def _scrubber(self, group: KVGroup, vllm_config) -> NanScrubber | None:
+        """Make the scrubber of a group's layers on the device, if it has any."""
+        layers = vllm_config.compilation_config.static_forward_context
+        names = {*group.sparse_layer_names, *group.dense_layer_names} - self._pooled_names
+        caches = [layers[layer_name].kv_cache for layer_name in sorted(names)]
+        return NanScrubber(caches, group.block_size, self._context.device) if caches else None
 
     def capture(self, mode) -> None:
         # Dense layers' metadata may depend on more than shapes; then nothing can be captured.
