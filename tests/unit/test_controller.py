@@ -29,12 +29,14 @@ from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import PLAIN, Candidate, Choice, Controller, CostModel, StepTime
 from vllm_triforce.controller.acceptance import Acceptance, Rate
 from vllm_triforce.controller.controller import Planned
+from vllm_triforce.controller.describe import describe
 from vllm_triforce.controller.lengths import DraftLengths
 from vllm_triforce.controller.measurements import BreakEven, interpolate
 from vllm_triforce.controller.options import Options, SharedCosts, build_options
 from vllm_triforce.controller.planner import StepCosts, plan
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Route
 from vllm_triforce.controller.trials import TRIAL_SHARE, TrialBudget
+from vllm_triforce.core.calibration import PassTimer, measure_full_passes
 
 ON_CPU = World(SMALL_ON_CPU, 0.0, 0.0, overhead=0.0015, speculating=0.001, deciding=0.0015)
 
@@ -61,6 +63,19 @@ def test_attention_is_interpolated_between_measurements():
     rows = 0.5 * interpolate(LONG_PAYS.full_by_rows, 12)
     found = model.full_pass([3, 9], [700, 50_000])
     assert found == pytest.approx(rows + table[2, 3] + table[3, 9])
+
+
+def test_what_was_measured_is_told_in_whole_tokens():
+    """As docs/getting-started.md shows the line of the log. Passes take turns."""
+    passes = []
+    by_rows, by_tokens = measure_full_passes(
+        PassTimer(1, min), lambda *args: passes.append(args), 2, (1, 17), (16, 2048)
+    )
+    assert len(passes) == 2 * 5 and passes[:5] == passes[5:] and len({*passes}) == 5
+    assert by_rows[0][1] <= by_rows[1][1]
+    measured = dataclasses.replace(LONG_PAYS, full_by_rows=by_rows, full_by_tokens=by_tokens)
+    line = describe(controller(measured))
+    assert "pass of 1 and 17 tokens" in line and " at 2048 tokens; " in line
 
 
 def test_several_requests_fill_a_machine_that_one_leaves_idle():

@@ -72,9 +72,9 @@ def measure_full_passes(
     rows = [n for n in _ROWS if n <= max_reqs]
     passes = [(n, 1, NO_CONTEXT) for n in rows] + [(1, q, c) for q in tokens for c in contexts]
     seconds = timer.all_seconds({args: partial(run, *args) for args in passes})
-    by_rows = rising([seconds[n, 1, NO_CONTEXT] for n in rows])
-    by_tokens = [(float(q), [(float(c), seconds[1, q, c]) for c in contexts]) for q in tokens]
-    return list(zip(map(float, rows), by_rows)), by_tokens
+    by_rows: Points = list(zip(rows, rising([seconds[n, 1, NO_CONTEXT] for n in rows])))
+    # Numbers stay whole: the log line of the start-up tells them (``controller/describe.py``).
+    return by_rows, [(q, [(c, seconds[1, q, c]) for c in contexts]) for q in tokens]
 
 
 def measure_draft(seconds_of_pass: Callable[[int], float], max_reqs: int) -> tuple[float, float]:
