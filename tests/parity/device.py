@@ -15,9 +15,11 @@ from pathlib import Path
 from tests.images import install
 from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import SOME_GIB
+from tests.parity.dice import Dice
+from tests.parity.disturbing import Poison, are_finite, replaced, watch
 from tests.parity.host_memory_guard import HostMemoryGuard
 from tests.parity.running import Job, Seen, run
-from tests.v2.engine import REFRESH_INTERVAL
+from tests.v2.engine import EnginesV2, speculator_of
 from tests.v2.environment import v2_environment
 
 JOBS = "jobs.pickle"
@@ -118,21 +120,13 @@ class _Inside:
     name = "device"
 
     def __init__(self) -> None:
-        from tests.conftest import Engines
-
-        self._engines = Engines(keep=1)
+        self._engines = EnginesV2()
         self._watching = ExitStack()
         self._has_warned: set[int] = set()
 
     def engine(self, job: Job):
-        from vllm.v1.sample.ops import topk_topp_sampler
-
-        # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's is exact too.
-        topk_topp_sampler.HAS_TRITON = False
-        keys = {"refresh_interval": REFRESH_INTERVAL, **job.triforce}
-        llm = self._engines.get(job.target, keys, **job.engine)
+        llm = self._engines.get(job.target, job.triforce, **job.engine)
         worker = worker_of(llm)
-        assert worker.use_v2_model_runner
         worker.triforce.__dict__.pop("begin_step", None)
         self._predicted: _PredictedBytes | None = None
         self._guard: HostMemoryGuard | None = None
@@ -159,20 +153,19 @@ class _Inside:
         self._watching.close()
 
     def policy(self, llm) -> str:
-        if not self._speculator(llm).config.uses_level2:
+        if not speculator_of(llm).config.uses_level2:
             return ""
         return built(llm).speculator.level2.selections.policy.name
 
     def held(self, llm) -> dict[str, int]:
-        if self._speculator(llm).config.is_plain:
-            return llm.collective_rpc("triforce_held_requests")[0]
-        parts = built(llm)
         held = llm.collective_rpc("triforce_held_requests")[0]
+        if speculator_of(llm).config.is_plain:
+            return held
+        parts = built(llm)
         return {**held, "slots that are not free": parts.num_slots - parts.slots.num_free}
 
     @contextmanager
     def disturbed(self, llm, kind: str, *how):
-        from tests.parity.disturbing import replaced
         from vllm_triforce.runner_v2 import speculator
 
         if kind == "nan":
@@ -191,7 +184,6 @@ class _Inside:
 
     @contextmanager
     def _with_nan(self, llm, level: int, at_pass: int, together: int):
-        from tests.parity.disturbing import Poison, are_finite, replaced, watch
         from vllm_triforce.controller.routes import HIERARCHICAL
         from vllm_triforce.core.limits import logger
 
@@ -246,16 +238,9 @@ class _Inside:
             "finite": are_finite(llm),
         }
 
-    @staticmethod
-    def _speculator(llm):
-        from tests.v2.engine import speculator_of
-
-        return speculator_of(llm)
-
 
 def _plan_by_dice(speculator, seed: int) -> None:
     """In the place of the scheduler's plan."""
-    from tests.parity.dice import Dice
     from vllm_triforce.core.messages import StepPlan
     from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
 

@@ -5,6 +5,9 @@ from contextlib import contextmanager
 from tests.inside import built, worker_of
 from tests.parity.disturbing import Poison, are_finite, replaced
 from tests.parity.running import Job, Seen, run
+from vllm_triforce.core.limits import logger
+from vllm_triforce.runner_v1 import levels
+from vllm_triforce.runner_v1 import verification as inner
 
 
 class Host:
@@ -29,9 +32,6 @@ class Host:
 
     @contextmanager
     def disturbed(self, llm, kind: str, *how):
-        from vllm_triforce.runner_v1 import levels
-        from vllm_triforce.runner_v1 import verification as inner
-
         if kind == "nan":
             with self._with_nan(llm, *how) as said:
                 yield said
@@ -46,8 +46,6 @@ class Host:
 
     @contextmanager
     def _with_nan(self, llm, level: int, at_pass: int, together: int):
-        from vllm_triforce.core.limits import logger
-
         speculator = built(llm).speculator
         speculator.disabled_requests.has_warned = False
         warnings: list[str] = []

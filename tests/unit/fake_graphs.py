@@ -2,6 +2,9 @@
 
 from types import SimpleNamespace
 
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
 from benchmarks import memory_table
 
 
@@ -14,8 +17,6 @@ def manager_of(max_num_seqs: int, num_drafts: int):
 
 def full_graphs(manager) -> list:
     """Return the descriptors of full graphs, in the order of their capture."""
-    from vllm.config.compilation import CUDAGraphMode
-
     return manager._capture_descs[CUDAGraphMode.FULL]
 
 
@@ -28,8 +29,6 @@ def full_graph_by_size(manager) -> dict:
 
 def without_gpu(monkeypatch) -> list:
     """Patch vLLM's manager; return a list to which a replay adds its descriptor."""
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     def init(self, vllm_config, device, mode, query_len, lora_capture_cases):
         self.compilation_config = SimpleNamespace(max_cudagraph_capture_size=64)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
@@ -18,7 +20,7 @@ from vllm_triforce.controller.acceptance import (
 )
 from vllm_triforce.controller.routes import HIERARCHICAL, Choice, SourceTraits
 from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler, acceptance_probs
-from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
+from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel, fix_kernel_rebinding
 
 CPU = torch.device("cpu")
 VOCAB = 40
@@ -27,10 +29,6 @@ VOCAB = 40
 @pytest.fixture(scope="module", autouse=True)
 def vllms_kernels():
     """Register vLLM's kernels as an engine on the CPU does."""
-    from vllm.platforms import current_platform
-
-    from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
-
     fix_kernel_rebinding()
     current_platform.register_triton_kernel_overrides()
 
@@ -137,8 +135,6 @@ def test_a_greedy_batch_records_which_tokens_are_the_likeliest():
 
 
 def test_vllms_function_is_back_after_the_test():
-    from vllm.v1.sample import rejection_sampler
-
     before = rejection_sampler.rejection_sample
     test_the_rejection_sampler_records_each_rows_draft_tokens(None)
     assert rejection_sampler.rejection_sample is before

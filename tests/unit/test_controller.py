@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,8 +31,7 @@ from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.describe import describe
 from vllm_triforce.controller.lengths import DraftLengths
 from vllm_triforce.controller.measurements import BreakEven, interpolate
-from vllm_triforce.controller.options import Options, SharedCosts, build_options
-from vllm_triforce.controller.planner import StepCosts, plan
+from vllm_triforce.controller.options import SharedCosts, build_options
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Route
 from vllm_triforce.controller.trials import TRIAL_SHARE, TrialBudget
 from vllm_triforce.core.calibration import PassTimer, measure_full_passes
@@ -106,73 +104,6 @@ def test_several_requests_fill_a_machine_that_one_leaves_idle():
     falling = dataclasses.replace(measured, full_by_num_reqs=[(4, 6.0, 12.0), (8, 11.0, 11.5)])
     sums = [n * CostModel(falling).attention_scales(n, n)[1] for n in (1, 2, 4, 6, 8, 64)]
     assert sums == sorted(sums) and sums[0] == 1
-
-
-def lookups(lengths, tokens, seconds, is_possible) -> Options:
-    """Options without passes; [num_reqs, num_options] each."""
-    nothing = np.zeros(np.shape(tokens))
-    routes, classes = [LOOKUP] * nothing.shape[1], [{}] * len(nothing)
-    return Options(lengths, tokens, seconds, is_possible, routes, classes, nothing, nothing)
-
-
-def drawn_options(draw: random.Random, num_reqs: int, num_options: int) -> Options:
-    shape, noise = (num_reqs, num_options), np.random.default_rng(draw.randrange(2**32))
-    return lookups(
-        np.tile(noise.integers(1, 17, num_options), (num_reqs, 1)),
-        noise.uniform(0, 5, shape),
-        noise.uniform(0.001, 3, shape),
-        noise.random(shape) < 0.8,
-    )
-
-
-def step_costs(plain_s: float, speculating_s=0.0, num_plain=0, error=0.0) -> StepCosts:
-    return StepCosts(
-        SimpleNamespace(error=error), plain_s, speculating_s, num_plain, 1000.0, np.array(True)
-    )
-
-
-@pytest.mark.parametrize("speculating, max_slowdown", [(0.0, 1.0), (0.7, 1.0), (0.0, 0.2)])
-def test_plan_finds_the_best_of_all_combinations(speculating, max_slowdown):
-    """Compare with trying every combination in which nobody loses more than ``max_slowdown``."""
-    draw, plains, optimal = random.Random(1), 0, 0
-    for _ in range(300):
-        options = drawn_options(draw, draw.randint(1, 4), 3)
-        plain = draw.uniform(0.5, 3)
-
-        def speed(chosen, plain=plain, options=options):
-            taken = [(row, column) for row, column in enumerate(chosen) if column >= 0]
-            seconds = plain + bool(taken) * speculating + sum(options.seconds[at] for at in taken)
-            tokens = [1 + options.tokens[at] for at in taken]
-            if plain / seconds < 1 - max_slowdown:  # the speed of the one that decodes plainly
-                return 0.0
-            return np.prod(tokens) ** (1 / (len(chosen) + 1)) / (seconds / plain)
-
-        columns = [[-1, *np.flatnonzero(possible)] for possible in options.is_possible]
-        found = plan(options, step_costs(plain, speculating, num_plain=1), max_slowdown)
-        best = max(map(speed, itertools.product(*columns)))
-        assert found.speedup == pytest.approx(speed(found.options)) and speed([-1]) == 1
-        assert found.speedup >= (0.97 if max_slowdown == 1 else 0.8) * best
-        optimal += found.speedup >= best * (1 - 1e-9)
-        plains += found.is_plain
-    assert 10 < plains < 290 and optimal >= (290 if max_slowdown == 1 else 240)
-
-
-def options_of_one(lengths: list[int], tokens: list[float], seconds: list[float]) -> Options:
-    is_possible = np.ones((1, len(lengths)), dtype=bool)
-    return lookups(np.array([lengths]), np.array([tokens]), np.array([seconds]), is_possible)
-
-
-@pytest.mark.parametrize("num_others, column", [(7, -1), (1, 0)])
-def test_nobody_waits_long_for_one_that_is_predicted_well(num_others, column):
-    """A proposal triples one request's speed and halves that of the others."""
-    options = options_of_one([8], [5.0], [1.0])
-    assert plan(options, step_costs(1.0, num_plain=num_others)).options.tolist() == [column]
-
-
-def test_a_gain_below_the_margin_is_not_taken():
-    options = options_of_one([4, 8, 2], [3.9, 4.1, 1.5], [0.1] * 3)
-    assert plan(options, step_costs(1.0, error=0.1)).options.tolist() == [1]
-    assert plan(options, step_costs(1.0, error=5.0)).is_plain
 
 
 def test_options_add_up_their_passes():

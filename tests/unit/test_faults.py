@@ -4,12 +4,16 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from vllm import _custom_ops as ops
 from vllm.transformers_utils import config as vllm_config
+from vllm.transformers_utils import repo_utils
 
 from tests.conftest import triforce
 from tests.models import make_architecture, make_head, make_llama, make_mimo
 from tests.refusals import engine_config
+from vllm_triforce.attention.cpu import FP8
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.config.check_draft import check_head
 from vllm_triforce.core.models import loading_draft
@@ -140,9 +144,6 @@ def test_mtp_layers_that_do_not_fit(gqa_pair, tmp_path):
 
 def test_an_offline_target_is_itself(tmp_path, monkeypatch):
     """With HF_HUB_OFFLINE vLLM puts the folder in the place of the target's name alone."""
-    from huggingface_hub import constants
-    from vllm.transformers_utils import repo_utils
-
     folder = make_mimo(tmp_path / "mimo")
     config = engine_config(folder, triforce(model=folder))
     hf_config = config.speculative_config.draft_model_config.hf_config
@@ -254,10 +255,6 @@ def test_a_row_ends_before_a_nan_and_the_others_keep_theirs(temperatures, entry,
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_no_fp8_cache_on_the_cpu_holds_a_nan(kv_cache_dtype, wrong):
     """vLLM's kernel stores the largest number in its place."""
-    from vllm import _custom_ops as ops
-
-    from vllm_triforce.attention.cpu import FP8
-
     cache = torch.zeros(1, 1, 64, 32, dtype=torch.uint8)
     keys, values = cache.chunk(2, dim=2)
     new = torch.full((32, 1, 32), wrong)

@@ -7,10 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils import jit_monitor
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
 from benchmarks import memory_table
 from tests.unit.fake_graphs import full_graph_by_size, full_graphs, manager_of, without_gpu
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.attention.query_recorder import StaticQueryRecorder
+from vllm_triforce.config import TriForceConfig, checks
+from vllm_triforce.config.budget import fit_blocks
+from vllm_triforce.config.check_draft import check_draft_kind
+from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers, retrieval_block_size
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v2.decode_graphs import (
@@ -19,17 +25,13 @@ from vllm_triforce.runner_v2.decode_graphs import (
     serve_any_mix,
     thin_decode_graphs,
 )
+from vllm_triforce.runner_v2.graph_sizes import num_graphs
+from vllm_triforce.runner_v2.passes import PassGraphs
+from vllm_triforce.worker.gpu import TriForceGPUWorker
+from vllm_triforce.worker.memory import buffer_bytes, kv_cache_budget, summary_bytes_per_kv_byte
 
 
 def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> int:
-    from vllm.config.compilation import CUDAGraphMode
-
-    from vllm_triforce.worker.memory import (
-        buffer_bytes,
-        kv_cache_budget,
-        summary_bytes_per_kv_byte,
-    )
-
     layer = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128)
     vllm_config = SimpleNamespace(
         use_v2_model_runner=True,
@@ -127,10 +129,6 @@ def test_every_mix_of_lengths_has_a_graph(manager):
 
 def test_plain_graphs_record_nothing_and_serve_no_selection(manager, monkeypatch):
     """Recording would slow plain decoding down; a selection needs the step's own queries."""
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
-
-    from vllm_triforce.attention.query_recorder import StaticQueryRecorder
-
     serve_any_mix(manager)
     add_plain_decode_graphs(manager)
     requests = torch.zeros(5, dtype=torch.int32)
@@ -167,8 +165,6 @@ def test_plain_graphs_record_nothing_and_serve_no_selection(manager, monkeypatch
 @pytest.mark.parametrize(("query_len", "above"), [(3, 0), (7, 16)])
 def test_inner_passes_have_graphs_for_every_number_of_rows(query_len, above, monkeypatch):
     """A batch takes the smallest graph that holds it, unless its rounds are graphs."""
-    from vllm_triforce.runner_v2.passes import PassGraphs
-
     without_gpu(monkeypatch)
     sizes, captured = [32, 64, 100] if above else [1, 4, 16, 32, 64, 100], []
     mode = CUDAGraphMode.FULL_DECODE_ONLY
@@ -183,8 +179,6 @@ def test_inner_passes_have_graphs_for_every_number_of_rows(query_len, above, mon
 
 
 def test_blocks_that_kernels_see_in_pieces_are_refused():
-    from vllm_triforce.core.kv_groups import check_kernel_blocks
-
     check_kernel_blocks([16, 32], [16, 32])
     with pytest.raises(ValueError, match=r"block_size=128.*--block-size 64"):
         check_kernel_blocks([16, 128], [16, 64])
@@ -200,8 +194,6 @@ def _attn_group(builder: str, *names: str, padded: int | None = None) -> SimpleN
 
 def _group_layers(attn_groups: list[list[SimpleNamespace]], block_sizes: list[int]):
     """Group layers, of which those with a name in capitals cannot retrieve."""
-    from vllm_triforce.core.kv_groups import group_layers
-
     names = [[n for kind in kinds for n in kind.layer_names] for kinds in attn_groups]
     groups = [SimpleNamespace(layer_names=of_group) for of_group in names]
     backend = SimpleNamespace(can_retrieve=str.islower)
@@ -222,8 +214,6 @@ def test_layers_that_differ_within_a_group_have_their_own_builders():
 
 
 def test_one_group_retrieves_whatever_the_size_of_its_blocks():
-    from vllm_triforce.core.kv_groups import retrieval_block_size
-
     kinds = [[_attn_group("x", "A")], [_attn_group("y", "b")], [_attn_group("y", "c")]]
     groups, sparse, _ = _group_layers(kinds, [32, 64, 64])
     assert sparse == ["b"] and retrieval_block_size(groups) == 64
@@ -236,9 +226,6 @@ def test_blocks_with_padding_do_not_retrieve():
 
 
 def test_budgets_fit_the_blocks_that_vllm_makes():
-    from vllm_triforce.config import TriForceConfig
-    from vllm_triforce.config.budget import fit_blocks
-
     config = TriForceConfig(retrieval_budget=128).with_defaults(can_adapt=False).resolve(32)
     assert fit_blocks(config, 32) == config
     fitted = fit_blocks(config, 64)
@@ -256,8 +243,6 @@ def test_budgets_fit_the_blocks_that_vllm_makes():
     ],
 )
 def test_drafts_with_alibi_or_sinks_are_refused_on_a_gpu(of_model, of_text):
-    from vllm_triforce.config.check_draft import check_draft_kind
-
     plain = dict.fromkeys(("use_mla", "is_hybrid", "is_attention_free", "uses_alibi"), False)
     text = SimpleNamespace(**{"model_type": "llama", **of_text})
     made = {**plain, "model": "a draft", "architectures": [], "hf_text_config": text, **of_model}
@@ -278,8 +263,6 @@ def test_drafts_with_alibi_or_sinks_are_refused_on_a_gpu(of_model, of_text):
     ],
 )
 def test_unsupported_settings_on_a_gpu_are_refused(changed, named, monkeypatch):
-    from vllm_triforce.config import checks
-
     monkeypatch.setattr(checks, "is_cpu", lambda: False)
     monkeypatch.setattr(checks, "_reads_fp8", lambda: False)  # as on an A100
     model_config = SimpleNamespace(
@@ -312,10 +295,6 @@ def test_unsupported_settings_on_a_gpu_are_refused(changed, named, monkeypatch):
 @pytest.mark.parametrize("has_jit_warmup", [True, False])
 def test_proposals_are_warmed_up_before_vllm_watches_for_compilers(has_jit_warmup, monkeypatch):
     """With ``jit_monitor_mode="error"`` a kernel that compiles later ends the engine."""
-    from vllm.utils import jit_monitor
-
-    from vllm_triforce.worker.gpu import TriForceGPUWorker
-
     calls = []
     monkeypatch.setattr(jit_monitor, "activate", lambda **_: calls.append("watched"))
     worker = object.__new__(TriForceGPUWorker)
@@ -355,8 +334,6 @@ def test_graphs_are_at_most_a_third_more_than_stock_vllms():
 
 @pytest.mark.parametrize("levels", ["1,2,3", "1,3"])
 def test_levels_that_take_no_part_have_no_graphs_reserved(levels):
-    from vllm_triforce.runner_v2.graph_sizes import num_graphs
-
     config = TriForceConfig(levels=levels).with_defaults(can_adapt=True, has_fixed_shapes=True)
     assert bool(num_graphs(config.resolve(16), 64, 512, has_draft=False)) == ("2" in levels)
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
+from vllm_triforce.runner_v2.rejection import bound_grammar_masks
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 
 MAX_NUM_SEQS = 200
@@ -118,10 +120,6 @@ def test_masks_are_as_many_as_without_speculation_until_somebody_drafts(schedule
 
 
 def test_masks_on_the_device_are_for_those_that_are_speculated_on(monkeypatch):
-    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
-
-    from vllm_triforce.runner_v2.rejection import bound_grammar_masks
-
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     held = []
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import LoadConfig, ModelConfig
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import triforce
 from tests.models import PAIR, make_head, make_int8
@@ -16,20 +18,18 @@ from vllm_triforce.config.level2 import (
     level2_model_config,
     online_schemes,
 )
+from vllm_triforce.core.models import copy_config
+from vllm_triforce.plugin import register
 
 TARGET = str(PAIR / "target")
 
 
 @pytest.fixture(scope="module")
 def target():
-    from vllm.config import ModelConfig
-
     return ModelConfig(TARGET, dtype="float32", max_model_len=4096)
 
 
 def made(name: str, target, enable_eplb: bool = False):
-    from vllm.config import LoadConfig
-
     parallel = SimpleNamespace(enable_eplb=enable_eplb)
     engine = SimpleNamespace(
         model_config=target, parallel_config=parallel, load_config=LoadConfig()
@@ -65,11 +65,6 @@ def test_a_checkpoint_of_the_hub_may_name_its_revision(target, tmp_path, monkeyp
 
 def test_the_compile_key_names_the_states_that_a_head_reads(tmp_path):
     """They are outputs of the copy's graph; another head may come to the same folder."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    from vllm_triforce.core.models import copy_config
-    from vllm_triforce.plugin import register
-
     register()
 
     def key_of(*layers: int) -> str:
@@ -82,8 +77,6 @@ def test_the_compile_key_names_the_states_that_a_head_reads(tmp_path):
 
 
 def test_overrides_of_the_target_reach_the_copy():
-    from vllm.config import ModelConfig
-
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096, rope_theta=1e4)
     target = ModelConfig(TARGET, dtype="float32", hf_overrides={"rope_parameters": yarn})
     config = made("bfloat16", target)
@@ -100,8 +93,6 @@ def test_what_the_target_is_served_in_saves_nothing(target):
 
 
 def test_a_quantized_target_needs_a_checkpoint(tmp_path):
-    from vllm.config import ModelConfig
-
     target = ModelConfig(make_int8(tmp_path / "int8", TARGET), dtype="float32")
     with pytest.raises(ValueError, match=r"is quantized itself \(compressed-tensors\)"):
         made("bfloat16", target)

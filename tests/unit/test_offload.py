@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config import checks as module
 from vllm_triforce.config.checks import check_offload
+from vllm_triforce.offload.cache import HostMemory, _check_alias
 from vllm_triforce.offload.placement import all_would_fit, place_layers
 from vllm_triforce.offload.startup import plan_offload
 
@@ -216,8 +218,6 @@ def test_more_than_the_machine_has_is_refused(monkeypatch):
 
 def a_plan(host_gib: float, device_gib: float, *, length=131_072, auto=False, **keys):
     """Plan the offload of an 8B model."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
     assert spec.page_size_bytes == PAGE
     override = keys.pop("num_gpu_blocks_override", None)
@@ -276,8 +276,6 @@ def test_a_number_of_blocks_that_is_asked_for_is_given_or_refused():
 
 def test_host_memory_that_the_device_does_not_see_is_refused():
     """Unregistered memory can come back as a copy."""
-    from vllm_triforce.offload.cache import HostMemory, _check_alias
-
     memory = HostMemory(100, torch.device("cpu")).view
     _check_alias(memory, memory)
     assert memory.sum() == 0

@@ -12,13 +12,20 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests import child
 from tests.conftest import triforce
 from tests.models import make_architecture
 from tests.refusals import engine_config, refused
+from vllm_triforce import plugin, vllm_patches
+from vllm_triforce.config import checks
 from vllm_triforce.config.checks import check_vllm_version
 from vllm_triforce.config.keys import is_supported
+from vllm_triforce.plugin import _AfterImport, register
+from vllm_triforce.vllm_patches.cli_args import is_refusal, print_refusals_alone, refusing
+from vllm_triforce.vllm_patches.patch import Patch
 
 _PRINT_CONFIG = """
 import sys
@@ -143,9 +150,6 @@ def test_a_vllm_that_is_not_supported_is_left_alone(monkeypatch, version):
     import vllm
     import vllm.engine.arg_utils
 
-    from vllm_triforce import plugin
-    from vllm_triforce.vllm_patches.patch import Patch
-
     said = []
     monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setattr(plugin, "_has_warned", False)
@@ -159,8 +163,6 @@ def test_a_vllm_that_is_not_supported_is_left_alone(monkeypatch, version):
 
 
 def test_a_vllm_that_does_not_work_by_itself_is_told_from_one_that_is_another(monkeypatch):
-    from vllm_triforce import plugin, vllm_patches
-
     def fail(error: Exception) -> str:
         def missing(patches):
             raise error
@@ -174,8 +176,6 @@ def test_a_vllm_that_does_not_work_by_itself_is_told_from_one_that_is_another(mo
 
 
 def test_actions_run_once_after_the_import_that_they_wait_for(tmp_path, monkeypatch):
-    from vllm_triforce.plugin import _AfterImport
-
     (tmp_path / "a_late_module.py").write_text(
         "import os\nif os.environ['LATE'] == 'fails':\n    raise RuntimeError('late')\nvalue = 1\n"
     )
@@ -208,7 +208,6 @@ def test_actions_run_once_after_the_import_that_they_wait_for(tmp_path, monkeypa
 @pytest.mark.parametrize("is_first", [True, False])
 def test_finders_of_other_packages(tmp_path, monkeypatch, is_first):
     """One asks all others, and one has the protocol before ``find_spec``."""
-    from vllm_triforce.plugin import _AfterImport
 
     class AsksOthers:
         def find_spec(self, name, path=None, target=None):
@@ -238,8 +237,6 @@ def test_a_refusal_by_the_server_is_its_last_line_alone(gqa_pair):
 
 
 def test_errors_that_are_not_ours_are_printed_as_they_were(monkeypatch, capsys):
-    from vllm_triforce.vllm_patches.cli_args import print_refusals_alone, refusing
-
     others = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: others.append(error))
     print_refusals_alone.cache_clear()
@@ -257,14 +254,13 @@ def test_errors_that_are_not_ours_are_printed_as_they_were(monkeypatch, capsys):
     print_refusals_alone.cache_clear()
 
 
-def parsed(model: str, *flags: str):
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from vllm_triforce.plugin import register
-
+def argument_parser() -> FlexibleArgumentParser:
     register()
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return EngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+def parsed(model: str, *flags: str):
+    parser = argument_parser()
     assert "  TriForce  " in parser.format_help()
     return EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
 
@@ -274,13 +270,7 @@ TRIFORCE = ("--speculative-model", "triforce")
 
 def test_the_flag_is_no_argument_of_scripts_that_do_not_give_it(gqa_pair):
     """They pass all arguments on, or have a flag of this name themselves."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from vllm_triforce.plugin import register
-
-    register()
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser = argument_parser()
     EngineArgs(**vars(parser.parse_args(["--model", gqa_pair["target"]])))
     parser = FlexibleArgumentParser()
     parser.add_argument("--speculative-model", default="theirs")
@@ -337,8 +327,6 @@ def test_vllms_own_flags(gqa_pair, asked):
     ],
 )
 def test_refusals_name_the_flag_that_was_given(gqa_pair, flags, named):
-    from vllm_triforce.vllm_patches.cli_args import is_refusal
-
     with refused(named) as error:
         parsed(gqa_pair["target"], *flags).create_engine_config()
     text = str(error.value)
@@ -377,15 +365,8 @@ def test_a_draft_of_several_kinds_of_layers_is_refused(gqa_pair, tmp_path):
 
 def test_flag_reaches_api_servers_of_their_own(gqa_pair):
     """They make arguments with stock vLLM's method, before plugins load."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from vllm_triforce.plugin import register
-
-    register()
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     flags = [*TRIFORCE, "--speculative-config", '{"gamma": 3}']
-    args = parser.parse_args(["--model", gqa_pair["target"], *flags])
+    args = argument_parser().parse_args(["--model", gqa_pair["target"], *flags])
     EngineArgs.from_cli_args(args)
     stock = inspect.getattr_static(EngineArgs, "from_cli_args").__func__.__wrapped__
     sent = pickle.loads(pickle.dumps(args))
@@ -451,8 +432,6 @@ def test_the_start_logs_level_2(gqa_pair, logged, keys, line):
 
 
 def test_the_test_of_level_3_is_vllms_to_choose(gqa_pair, monkeypatch):
-    from vllm_triforce.config import checks
-
     def method_of(**keys):
         config = engine_config(gqa_pair["target"], triforce(**keys))
         return config.speculative_config.rejection_sample_method
@@ -498,8 +477,6 @@ def test_block_size_that_the_user_chose_is_kept(gqa_pair):
 
 
 def test_engine_args_can_be_used_twice(gqa_pair):
-    from vllm.engine.arg_utils import EngineArgs
-
     keys = triforce()
     args = EngineArgs(gqa_pair["target"], speculative_config=keys, skip_tokenizer_init=True)
     first, second = args.create_engine_config(), args.create_engine_config()
@@ -663,8 +640,6 @@ def test_versions(version, supported):
 
 def test_async_engine_args_are_understood(gqa_pair):
     """They are a subclass with methods of other signatures."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
     args = AsyncEngineArgs(
         gqa_pair["target"], speculative_config=triforce(), skip_tokenizer_init=True
     )

@@ -15,6 +15,7 @@ from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.runner_v1 import verification
 from vllm_triforce.runner_v1.rejection import CompleteRejectionSampler, SyntheticTest
 from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows
+from vllm_triforce.vllm_patches import engine_args
 
 CPU = torch.device("cpu")
 
@@ -97,8 +98,6 @@ def test_rates_without_the_method_and_it_without_rates_are_refused(gqa_pair, key
 
 
 def test_a_start_warns_that_outputs_are_not_the_models(gqa_pair, monkeypatch):
-    from vllm_triforce.vllm_patches import engine_args
-
     warnings: list[str] = []
     monkeypatch.setattr(engine_args.logger, "warning", lambda text, *args: warnings.append(text))
     config = engine_config(gqa_pair["target"], {"method": "triforce"})
