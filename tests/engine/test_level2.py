@@ -6,12 +6,11 @@ import torch
 from tests.conftest import triforce
 from tests.generation import generate
 from tests.inside import attention_layers_of, built, worker_of
-from tests.models import held_out_tokens, make_llama
+from tests.models import held_out_tokens
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.core.models import private_cache
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel, allocate_summaries
-from vllm_triforce.selection import Summary
 
 pytestmark = pytest.mark.engine
 
@@ -20,61 +19,6 @@ def run_counted(llm, prompts, **params):
     before = counters_of(llm)
     generate(llm, prompts, **params)
     return counters_of(llm).since(before)
-
-
-@pytest.mark.parametrize(
-    "dtype, head_dim, block_size",
-    [("float32", 32, 64), ("float32", 80, 32), ("bfloat16", 32, 32), ("bfloat16", 80, 32)],
-)
-def test_chunk_means_equal_keys_captured_at_the_source(
-    engines, tmp_path, dtype, head_dim, block_size
-):
-    """Block by block, layer by layer, on every key layout that this CPU has (a head of 80
-    numbers makes vLLM take another kernel)."""
-    model = make_llama(tmp_path / "model", num_heads=4, num_kv_heads=2, head_dim=head_dim)
-    llm = engines.get(
-        model,
-        triforce(retrieval_budget=16 * block_size),
-        dtype=dtype,
-        block_size=block_size,
-        enable_prefix_caching=False,
-    )
-    cache, layers = built(llm).speculator.level2.cache, attention_layers_of(llm)
-    captured: list[dict[int, torch.Tensor]] = [{} for _ in layers]
-    originals = [layer.impl.do_kv_cache_update for layer in layers]
-
-    def spy(index, original):
-        def update(layer, key, value, kv_cache, slot_mapping):
-            for row, slot in enumerate(slot_mapping.tolist()):
-                captured[index][slot] = key[row].clone()
-            return original(layer, key, value, kv_cache, slot_mapping)
-
-        return update
-
-    prompt = torch.randint(2, 4096, (40 * block_size + 3,)).tolist()
-    try:
-        for index, layer in enumerate(layers):
-            layer.impl.do_kv_cache_update = spy(index, originals[index])
-        generate(llm, [prompt], max_tokens=4)
-    finally:
-        for layer in layers:
-            del layer.impl.do_kv_cache_update
-    means = cache.summaries.keys[Summary.MEAN]
-    checked = 0
-    for index in range(len(layers)):
-        for block in {slot // block_size for slot in captured[index]}:
-            slots = range(block * block_size, (block + 1) * block_size)
-            if not all(slot in captured[index] for slot in slots):
-                continue
-            if not bool(means[index, :, block].any()):
-                continue  # filled by the last tokens, after the last selection
-            wanted = torch.stack([captured[index][s] for s in slots]).float().mean(0)
-            tolerance = 1e-5 if dtype == "float32" else 2e-2
-            torch.testing.assert_close(
-                means[index, :, block].float(), wanted, atol=tolerance, rtol=tolerance
-            )
-            checked += 1
-    assert checked >= 39 * len(layers)
 
 
 def test_chunk_means_are_small(engines, pair):

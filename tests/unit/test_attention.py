@@ -9,7 +9,11 @@ import sys
 
 import pytest
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import Platform, PlatformEnum, current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from tests.child import run
 from tests.kernels.oracles import attention
@@ -22,14 +26,15 @@ from vllm_triforce.attention.base import (
 from vllm_triforce.attention.platforms import BACKENDS, platform_for
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.core.models import private_cache
 from vllm_triforce.selection import Summary
 
-BLOCK = 32
 HERE = [name for name, backend in BACKENDS.items() if backend.fits(current_platform)]
 ON_CPU = current_platform.is_cpu()
-TOLERANCE = dict(rtol=1e-4, atol=1e-4) if ON_CPU else dict(rtol=2e-2, atol=2e-2)
-# Query heads, KV heads, numbers in a head.
-GEOMETRIES = [(4, 2, 64), (3, 3, 32), (8, 1, 128)]
+# Types and sizes of blocks: on a CPU keys lie in each in another way.
+ENGINES = [("float32", 32), ("bfloat16", 64)] if ON_CPU else [("bfloat16", 32)]
+# Query heads, KV heads, numbers in a head: of 80, vLLM's CPU build has another kernel.
+GEOMETRIES = [(4, 2, 64), (3, 3, 32), (8, 1, 128), (4, 2, 80)]
 # Tokens that each of three requests reads, the new ones included.
 SEQ_LENS = [70, 3, 33]
 
@@ -108,15 +113,14 @@ def test_a_ragged_runner_refuses_a_backend_of_fixed_shapes(monkeypatch):
         retrieval.ragged_attention()
 
 
-@pytest.fixture(scope="module")
-def vllm_config(tmp_path_factory):
-    from vllm.engine.arg_utils import EngineArgs
-
+@pytest.fixture(scope="module", params=ENGINES, ids=str)
+def vllm_config(tmp_path_factory, request):
+    dtype, block_size = request.param
     model = make_llama(tmp_path_factory.mktemp("attention") / "model")
     made = EngineArgs(
         model,
-        dtype="float32" if ON_CPU else "bfloat16",
-        block_size=BLOCK,
+        dtype=dtype,
+        block_size=block_size,
         skip_tokenizer_init=True,
         enforce_eager=True,
     ).create_engine_config()
@@ -139,33 +143,30 @@ class Case:
     """Two layers whose caches are full of known keys and values, and three requests."""
 
     def __init__(self, vllm_config, geometry) -> None:
-        from vllm.config import set_current_vllm_config
-
-        from vllm_triforce.core.models import private_cache
-
         torch.manual_seed(sum(geometry))
         self.num_heads, self.heads, self.dim = geometry
         vllm_config.compilation_config.static_forward_context.clear()
         self.device = torch.device(current_platform.device_type)
         self.dtype = vllm_config.model_config.dtype
+        self.block_size = vllm_config.cache_config.block_size
+        exact = self.dtype == torch.float32
+        self.tolerance = dict(rtol=1e-4, atol=1e-4) if exact else dict(rtol=2e-2, atol=2e-2)
         with set_current_vllm_config(vllm_config):
             layers = {
                 f"model.layers.{i}.attn": self.layer(f"model.layers.{i}.attn") for i in (0, 1)
             }
-            config = TriForceConfig(num_recent_tokens=512).resolve(BLOCK)
+            config = TriForceConfig(num_recent_tokens=512).resolve(self.block_size)
             cache, self.builder = private_cache(layers, vllm_config, config, 3, self.device)
         self.by_name, self.layers = layers, list(layers.values())
         self.num_blocks = cache.num_blocks
-        shape = (2, 2, self.num_blocks * BLOCK, self.heads, self.dim)
+        shape = (2, 2, self.num_blocks * self.block_size, self.heads, self.dim)
         self.keys, self.values = torch.randn(shape, dtype=self.dtype, device=self.device)
         """[num_layers, num_slots, num_kv_heads, head_dim]"""
-        slots = torch.arange(self.num_blocks * BLOCK, device=self.device)
+        slots = torch.arange(self.num_blocks * self.block_size, device=self.device)
         for layer, keys, values in zip(self.layers, self.keys, self.values):
             layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
     def layer(self, name: str, **settings):
-        from vllm.model_executor.layers.attention import Attention
-
         scale = self.dim**-0.5
         return Attention(
             self.num_heads, self.dim, scale, num_kv_heads=self.heads, prefix=name, **settings
@@ -173,7 +174,7 @@ class Case:
 
     def tables(self, *shape: int) -> torch.Tensor:
         """Draw block tables [*shape, width], int32."""
-        width = -(-max(SEQ_LENS) // BLOCK)
+        width = -(-max(SEQ_LENS) // self.block_size)
         drawn = [torch.randperm(self.num_blocks)[:width] for _ in range(torch.Size(shape).numel())]
         return torch.stack(drawn).view(*shape, width).to(torch.int32).to(self.device)
 
@@ -200,7 +201,8 @@ class Case:
         def of_layer(layer: int) -> torch.Tensor:
             def gather(request: int, head: int):
                 blocks = tables[layer, request, head].long()
-                slots = blocks[:, None] * BLOCK + torch.arange(BLOCK, device=self.device)
+                places = torch.arange(self.block_size, device=self.device)
+                slots = blocks[:, None] * self.block_size + places
                 slots = slots.flatten()[: SEQ_LENS[request]]
                 return self.keys[layer, slots, head], self.values[layer, slots, head]
 
@@ -242,13 +244,11 @@ def test_level_2_reads_the_blocks_of_each_head(backend, case, query_lens):
     query = case.query(sum(query_lens))
     expected = case.expected(query, query_lens, tables)
     for metadata in passes:
-        torch.testing.assert_close(case.attend(query, metadata), expected, **TOLERANCE)
+        torch.testing.assert_close(case.attend(query, metadata), expected, **case.tolerance)
     assert not recorder.told, "only the full pass's queries are kept"
 
 
 def test_the_full_pass_is_vllms_own_and_tells_its_queries(backend, case):
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
     recorder = Recorder()
     backend.retrieval()(case.layers, case.builder, recorder)
     tables, starts = case.tables(3), torch.tensor([0, 1, 4, 6], dtype=torch.int32)
@@ -267,7 +267,7 @@ def test_the_full_pass_is_vllms_own_and_tells_its_queries(backend, case):
     query = case.query(6)
     found = case.attend(query, [case.builder.build(0, common)] * 2)
     every = tables[None, :, None].expand(2, -1, case.heads, -1)
-    torch.testing.assert_close(found, case.expected(query, [1, 3, 2], every), **TOLERANCE)
+    torch.testing.assert_close(found, case.expected(query, [1, 3, 2], every), **case.tolerance)
     assert [index for index, _ in recorder.told] == [0, 1]
     assert all(torch.equal(told, query[index]) for index, told in recorder.told)
 
@@ -281,7 +281,7 @@ def test_full_blocks_are_summarised(backend, case):
     summaries = {kind: QuantizedSummaries.allocate(shape, case.device) for kind in Summary}
     level2.update_summaries(summaries, tables, case.ints(first), case.ints(last), 3)
     blocks = [int(b) for table, a, z in zip(tables, first, last) for b in table[a:z]]
-    keys = case.keys.float().unflatten(1, (-1, BLOCK))[:, blocks]
+    keys = case.keys.float().unflatten(1, (-1, case.block_size))[:, blocks]
     for kind, kept in summaries.items():
         expected = torch.zeros(shape, device=case.device)
         expected[:, :, blocks] = kind.reduce(keys, 2).transpose(1, 2)
@@ -303,12 +303,10 @@ def test_the_draft_reads_its_windows(backend, case, query_lens):
     query = case.query(sum(query_lens))
     found = case.attend(query, [made[name] for name in case.by_name])
     every = tables[None, :, None].expand(2, -1, case.heads, -1)
-    torch.testing.assert_close(found, case.expected(query, query_lens, every), **TOLERANCE)
+    torch.testing.assert_close(found, case.expected(query, query_lens, every), **case.tolerance)
 
 
 def test_a_layer_with_a_window_cannot_retrieve(backend, case, vllm_config):
-    from vllm.config import set_current_vllm_config
-
     with set_current_vllm_config(vllm_config):
         layer = case.layer("model.layers.2.attn", per_layer_sliding_window=64)
     assert not backend.retrieval().can_retrieve(layer)
