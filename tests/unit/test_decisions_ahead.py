@@ -122,6 +122,19 @@ def test_who_joins_does_not_end_a_wait_after_losses(has_seed):
     assert waited[:20] == [True] * 20 and not all(waited)
 
 
+@pytest.mark.parametrize("draft_s", [0.0001, 0.006])
+def test_rounds_are_learned_whatever_start_up_said_of_the_draft(draft_s):
+    """Nothing but rounds, two a step, of 6 ms each."""
+    made = decisions(dataclasses.replace(MHA_ON_GPU, draft=draft_s))
+    plan = {"a": (Choice(HIERARCHICAL, 6), 2)}
+    outcomes = {"a": Outcome(6, 6, 6, 2, 2, 0)}
+    for number in range(100):
+        made._add_pending(number, plan, None, {"a": 100_000})
+        made.on_step_end(number, outcomes, {HIERARCHICAL: 0.012}, None)
+    costs = made.controller.measured
+    assert costs.round_seconds(1, 100_000) == pytest.approx(0.006, rel=0.05)
+
+
 @pytest.mark.parametrize("most", [12, 5])
 def test_proposals_are_longer_than_their_rounds_on_average(most):
     made = decisions(MHA_ON_GPU)

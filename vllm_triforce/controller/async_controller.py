@@ -295,8 +295,10 @@ class AsyncController:
                     request_ids
                 )
                 drafts_s = costs.drafts_per_round * costs.draft(len(request_ids))
-                level2_s = taken_s / num_rounds - drafts_s
-                costs.observe_level2(len(request_ids), 3, context, max(0.0, level2_s))
+                round_s = taken_s / num_rounds
+                if round_s < drafts_s:  # start-up measured passes of the draft too slow
+                    costs.observe_level1(drafts_s, round_s)
+                costs.observe_level2(len(request_ids), 3, context, max(0.0, round_s - drafts_s))
             elif self.controller.takes_passes(route):
                 gamma = self.controller.config.gamma
                 num_passes = gamma * max(pending.plan[request_id][1] for request_id in request_ids)
