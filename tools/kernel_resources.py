@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver, jit
 
+from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.offload import RetrievalPool, stage_blocks
 from vllm_triforce.kernels.retrieval import KeyPointers, update_chunk_summaries
@@ -82,7 +83,7 @@ def launch_all(block_size: int, dtype: torch.dtype, budget: int) -> None:
     keys = cache.transpose(1, 2)[..., :HEAD_SIZE]
     if dtype == torch.uint8:
         keys = keys.view(torch.float8_e4m3fn)
-    summaries = torch.zeros(1, HEADS, 2, HEAD_SIZE, dtype=torch.bfloat16)
+    summaries = QuantizedSummaries.allocate((1, HEADS, 2, HEAD_SIZE), device)
     for kind in Summary:
         name(block_size, dtype, kind.name.lower())
         update_chunk_summaries(KeyPointers([keys], [1.0]), kind, summaries, tables, lens, lens, 4)
