@@ -391,6 +391,11 @@ def test_config_becomes_a_stock_one_plus_ours(gqa_pair):
     json.dumps(ours)
 
 
+def test_an_empty_name_is_no_draft_model(gqa_pair):
+    ours = engine_config(gqa_pair["target"], triforce(model="")).additional_config["triforce"]
+    assert (ours["draft_model"], ours["draft_sources"]) == (None, "prompt_lookup")
+
+
 @pytest.fixture
 def logged(monkeypatch) -> list[tuple[str, str]]:
     """Collect levels and lines of the log while configurations are made."""

@@ -170,7 +170,7 @@ def _keep(engine_args, config: TriForceConfig, draft: dict[str, Any]) -> None:
     """Put our keys into ``additional_config``, which vLLM passes on to its config."""
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
-        METHOD: {**config.to_dict(), "draft_model": draft.get("model")},
+        METHOD: {**config.to_dict(), "draft_model": draft.get("model") or None},
     }
 
 
