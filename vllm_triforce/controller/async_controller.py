@@ -247,7 +247,7 @@ class AsyncController:
         number: int,
         outcomes: Mapping[str, Outcome],
         proposing_seconds: Mapping[str, float],
-        time: StepTime | None,
+        step: StepTime | None,
     ) -> None:
         """Learn from the output of a step, which verified the proposals after the step before.
 
@@ -255,7 +255,7 @@ class AsyncController:
             number: of ``decide()``.
             outcomes: by request, of the proposals that it verified.
             proposing_seconds: of these proposals on the device, by route.
-            time: of the step; None if it compares with no other.
+            step: its time; None if it compares with no other step.
         """
         pending = self._pending.pop(number - 1, None)
         for earlier in [n for n in self._pending if n < number]:
@@ -268,9 +268,9 @@ class AsyncController:
                     self.controller.outcome_lost(request_id)
                 elif request_id in self._alive:
                     self._learn(request_id, outcomes[request_id], choice)
-        if time is not None and (outcomes or not time.num_drafts):  # else the report was lost
-            time = replace(time, has_seed=pending is not None and pending.has_seed)
-            self.controller.observe_step(time, None if pending is None else pending.planned)
+        if step is not None and (outcomes or not step.num_drafts):  # else the report was lost
+            step = replace(step, has_seed=pending is not None and pending.has_seed)
+            self.controller.observe_step(step, None if pending is None else pending.planned)
 
     def _learn_seconds(
         self,

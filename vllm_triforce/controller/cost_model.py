@@ -15,7 +15,7 @@ _FASTER = 1 / 2
 _FORGOTTEN = 1 / 1024  # in a plain step
 # A step is believed to have taken at most twice the expected time: engines pause.
 _CREDIBLE = 2.0
-# A decision delays its batch by about so many times its own seconds: what follows it is slower.
+# A decision is priced at so many times its own seconds: an allowance for what else it slows down.
 _DECISION_DELAY = 2.0
 # Share of a plain step's time from which on the machine has become faster: beyond noise.
 _MACHINE_IS_FASTER = 0.85

@@ -154,7 +154,8 @@ class Exploration:
             if measured is not None:
                 measured.forget_a_little(num_to_rest)
                 if measured.balance_s is not None:
-                    self._add(measured, self._max_slowdown * num_to_rest * plain_s, plain_s)
+                    earned_s = self._max_slowdown * num_to_rest * plain_s
+                    self._add_to_balance(measured, earned_s, plain_s)
         return columns, not (has_trials or has_seed)
 
     # Losses.
@@ -173,9 +174,9 @@ class Exploration:
         plain_s = costs.plain_step(step.contexts, num_reqs, step.is_greedy)
         seconds = (1 - self._max_slowdown) * (step.seconds + step.proposal_seconds)
         gained_s = (1 + step.num_accepted / num_reqs) * plain_s - seconds
-        self._add(costs, max(gained_s, -_MAX_LOSS * plain_s), plain_s)
+        self._add_to_balance(costs, max(gained_s, -_MAX_LOSS * plain_s), plain_s)
 
-    def _add(self, costs: CostModel, seconds: float, plain_s: float) -> None:
+    def _add_to_balance(self, costs: CostModel, seconds: float, plain_s: float) -> None:
         balance_s = _FIRST_BALANCE * plain_s if costs.balance_s is None else costs.balance_s
         costs.balance_s = min(_MAX_BALANCE * plain_s, balance_s + seconds)
 

@@ -51,8 +51,9 @@ class RunnerAdapter:
         self.level2_model = load_level2_model(
             self.config.level2_model, target, self.target_layers, target_config
         )
-        if self.config.has_head:
-            emit_states(target, self.level2_model.model, self.vllm_config)
+        if self.config.has_head and self._draft_name is not None:
+            with loading_draft(self._draft_name):
+                emit_states(target, self.level2_model.model, self.vllm_config)
 
     def compile_models(self) -> None:
         """Compile the draft and level 2's copy, by a pass of each."""

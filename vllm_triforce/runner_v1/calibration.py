@@ -25,7 +25,6 @@ from vllm_triforce.core.calibration import (
 )
 from vllm_triforce.core.model_pass import PassInput, run_model, target_inputs
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
-from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sampling import SamplingRows, token_distribution
 from vllm_triforce.runner_v1.sources.source import DraftSource
 from vllm_triforce.runner_v1.speculator import SpeculatorV1
@@ -84,8 +83,7 @@ class Calibration:
     before_full_pass: Callable[[list[str], list[int]], None] | None = None
 
     def __post_init__(self) -> None:
-        level2 = self.speculator.level2
-        self._retrieval = level2 if isinstance(level2, RetrievalLevel) else None
+        self._retrieval = self.speculator.level2
         self._vllm_config = self.runner.vllm_config
         self._device = self.runner.device
         self._length = self.config.num_speculative_tokens

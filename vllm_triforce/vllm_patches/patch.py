@@ -1,4 +1,4 @@
-"""Wrap methods of vLLM in place; the ledger (patches/README.md) is generated from the patches."""
+"""Wrap methods of vLLM in place; the ledger (patches/README.md) lists the patches."""
 
 import functools
 import importlib
