@@ -6,7 +6,7 @@ and Ito); markers differ, too.
 
 _ORANGE, _PINK, _OLIVE, _BLUE = "#e69f00", "#cc79a7", "#a58b00", "#0f8fd6"
 _INDIGO, _VERMILION, _GREEN, _PLUM, _GREY = "#5b6ee1", "#d55e00", "#009e73", "#b0577a", "#8a8f98"
-_TEAL, _NAVY, _ROSE, _BROWN = "#2aa198", "#3b6fb5", "#d46a9f", "#9a6324"
+_NAVY, _ROSE, _BROWN = "#3b6fb5", "#d46a9f", "#9a6324"
 _MOSS, _VIOLET = "#6a8f3c", "#8e5bb5"
 
 METHODS = {
@@ -24,7 +24,6 @@ METHODS = {
     "triforce:retrieval": _GREEN,
     "triforce:fp8": _VIOLET,
     "triforce:streaming": _PLUM,
-    "triforce:refresh8": _TEAL,
 }
 # Parts of a step, and the rest of it.
 PARTS = {"selection": _PINK, "level 1": _ORANGE, "level 2": _BLUE, "verification": _GREEN}

@@ -27,9 +27,7 @@ _FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-s
 _STYLE = STYLE | {"axes.titlesize": 10.5, "font.size": 10, "axes.spines.bottom": False}
 _WIDTH = 8.6  # inches
 _SCALE = 1.35  # pixels of a page for a point of the drawing
-_OURS, _NGRAM, _WINDOWED = (
-    colours.METHODS[name] for name in ("triforce", "ngram", "triforce:refresh8")
-)
+_OURS, _NGRAM, _WINDOWED = colours.METHODS["triforce"], colours.METHODS["ngram"], "#2aa198"
 _EAGLE3 = "#d55e00"  # the brown of colours.METHODS is too dark for numbers on a dark page
 METHODS = {
     "triforce": ("TriForce", _OURS),
@@ -178,9 +176,9 @@ def _head(rows: list[dict]):
 
 
 def _acceptance(rows: list[dict]):
-    """Acceptance of level 2's tokens by budget, context and age of a selection."""
+    """Acceptance of level 2's tokens by budget, context and tokens of a selection."""
     figure, axes = _panels(2, 2, 2.5)
-    varied = ("chunk", "recent", "refresh_interval", "tokens_per_selection")
+    varied = ("chunk", "recent", "tokens_per_selection")
     plain = [row for row in rows if not any(name in row for name in varied)]
     for axis, model, context, title in (
         (axes[0, 0], "pair", 16384, "embedded target, 16,384 tokens"),
@@ -199,12 +197,10 @@ def _acceptance(rows: list[dict]):
     _by(axes[1, 0], [r for r in lines if r["budget"] in (1024, 4096)], "context", "{:,}")
     axes[1, 0].set_title("embedded target, retrieval")
     axes[1, 0].set_xlabel("tokens of context")
-    _by(axes[1, 1], [row for row in rows if "refresh_interval" in row], "refresh_interval", "{}")
-    _ticks(
-        axes[1, 1], range(3), ["each pass\nof level 2", "each\nfull pass", "every 8\nfull passes"]
-    )
+    by_tokens = [row for row in rows if "tokens_per_selection" in row]
+    _by(axes[1, 1], by_tokens, "tokens_per_selection", "{}")
     axes[1, 1].set_title("SmolLM2, retrieval, 7,168 tokens")
-    axes[1, 1].set_xlabel("selection of chunks")
+    axes[1, 1].set_xlabel("tokens of a selection")
     for axis in axes.flat:
         axis.set_ylim(0.83, 1.005)
         axis.grid(axis="x", visible=False)

@@ -14,7 +14,7 @@ def stock(engines, pair):
 @pytest.fixture(scope="module")
 def llm(engines, pair):
     """Level 2 selects seldom, so that some of its tokens are rejected."""
-    keys = triforce(model=pair["draft"], retrieval_budget=256, refresh_interval=8)
+    keys = triforce(model=pair["draft"], retrieval_budget=256)
     return engines.get(pair["target"], keys)
 
 

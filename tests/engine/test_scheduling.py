@@ -29,7 +29,7 @@ SMALL = dict(max_model_len=1024, num_gpu_blocks_override=40, max_num_batched_tok
     scope="module", params=["draft", pytest.param("lookup", marks=pytest.mark.thorough)]
 )
 def llm(engines, pair, request):
-    keys = triforce(retrieval_budget=192, refresh_interval=3) | {"min_context": MIN_CONTEXT}
+    keys = triforce(retrieval_budget=192) | {"min_context": MIN_CONTEXT}
     if request.param == "draft":
         keys["model"] = pair["draft"]
     return engines.get(

@@ -7,7 +7,7 @@ import torch
 from tests.kernels.device import DEVICE
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.draw import Distributions, LevelLogits
-from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
+from vllm_triforce.kernels.row_table import Owner, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import RowLimits, Rows, SamplingParameters
 from vllm_triforce.metrics.counters import DeviceCounter
 
@@ -66,7 +66,7 @@ def init_rows(rows: Rows, computed: Sequence[int], **columns: Sequence[int]) -> 
     table = {column: [0] * count for column in RowColumn}
     for column in (RowColumn.BATCH_ROW, RowColumn.STATE, RowColumn.SLOT):
         table[column] = list(range(count))
-    table[RowColumn.REFRESH] = [Refresh.NEW_OWNER] * count
+    table[RowColumn.OWNER] = [Owner.NEW_OWNER] * count
     table[RowColumn.RESERVED] = [n + 64 for n in computed]
     table[RowColumn.LIMIT] = [100_000] * count
     table[RowColumn.MAX_TOKENS] = table[RowColumn.MAX_ROUNDS] = [6] * count

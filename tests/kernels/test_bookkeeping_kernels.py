@@ -25,7 +25,7 @@ from vllm_triforce.kernels.proposals import (
 )
 from vllm_triforce.kernels.row_table import (
     OutcomeColumn,
-    Refresh,
+    Owner,
     RowColumn,
     SlotColumn,
     StateColumn,
@@ -39,7 +39,7 @@ TABLE = {
     RowColumn.BATCH_ROW: [2, 0, 1],
     RowColumn.STATE: [5, 1, 3],
     RowColumn.SLOT: [1, 0, 3],
-    RowColumn.REFRESH: [Refresh.NEW_OWNER, Refresh.NOT_DUE, Refresh.DUE],
+    RowColumn.OWNER: [Owner.NEW_OWNER, Owner.SAME_OWNER, Owner.SAME_OWNER],
     RowColumn.RESERVED: [640, 112, 160],
     RowColumn.LIMIT: [4096, 4096, 102],
     RowColumn.WINDOW_START: [0, 40, 20],
@@ -59,8 +59,7 @@ def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
     """
     limits = RowLimits(0, BLOCK_SIZE, RetrievalBudget(14, 14, recent=4), width=20)
     rows = Rows(5, 6, 2, VOCAB_SIZE, limits._replace(**changes), DEVICE)
-    rows.table[:, SlotColumn.KEPT_TAIL].copy_(integers([4, 0, 0, 1, 0]))
-    rows.table[:, SlotColumn.KEPT_FULL].copy_(integers([6, 30, 0, 5, 0]))
+    rows.table[:, SlotColumn.SUMMARIZED].copy_(integers([6, 30, 0, 5, 0]))
     num_computed, last = integers([0] * 8), integers([[0]] * 8, torch.int64)
     by_state = torch.arange(8, dtype=torch.float32, device=DEVICE)
     parameters = SamplingParameters(
@@ -98,7 +97,7 @@ def test_rows_are_drawn_for_as_their_requests_ask():
         (row_table, StateColumn),
         (row_table, SlotColumn),
         (row_table, OutcomeColumn),
-        (row_table, Refresh),
+        (row_table, Owner),
         (counter_places, DeviceCounter),
     ],
 )
@@ -117,14 +116,14 @@ def test_rows_begin_after_the_full_pass():
     assert rows.last_token.tolist()[:3] == [105, 101, 103]
     # six; what is reserved; what max_model_len or max_tokens leave
     assert rows.room.tolist() == [6, 5, 1, 0, 0]
-    # 603 tokens are 37 full blocks, of which 4 are recent; the second keeps what it had
-    assert rows.tail.tolist()[:3] == [33, 4, 2]
-    assert rows.num_selected.tolist()[:3] == [10, 4, 2]
+    # 603 tokens are 37 full blocks, of which 4 are recent
+    assert rows.tail.tolist()[:3] == [33, 2, 2]
+    assert rows.num_selected.tolist()[:3] == [10, 2, 2]
     assert rows.skipped.tolist()[:3] == [(33 - 10) * BLOCK_SIZE, 0, 0]
-    # a new owner of a slot has no means; one whose selection is due has some
-    assert rows.first_newly_full.tolist()[:3] == [0, 0, 5]
-    assert rows.last_newly_full.tolist()[:3] == [37, 0, 6]
-    assert rows.table[:, SlotColumn.KEPT_FULL].tolist() == [6, 37, 0, 6, 0]
+    # a new owner of a slot has no summaries
+    assert rows.first_newly_full.tolist()[:3] == [0, 6, 5]
+    assert rows.last_newly_full.tolist()[:3] == [37, 6, 6]
+    assert rows.table[:, SlotColumn.SUMMARIZED].tolist() == [6, 37, 0, 6, 0]
     assert rows.length.tolist() == [0] * 5
     assert rows.rounds_left.tolist() == [2, 3, 1, 0, 0]
 
@@ -138,10 +137,9 @@ def test_rows_that_cannot_propose_have_no_room():
 
 
 def test_rows_that_level_2_takes_no_part_in_need_no_selection():
-    rows = begun(width=14, table={RowColumn.REFRESH: [Refresh.UNUSED] * 3})
+    rows = begun(width=14, table={RowColumn.OWNER: [Owner.UNUSED] * 3})
     assert rows.room.tolist()[:3] == [6, 5, 1], "there is no table to fit into"
-    assert rows.table[:, SlotColumn.KEPT_TAIL].tolist() == [4, 0, 0, 1, 0], "what is kept stays"
-    assert rows.table[:, SlotColumn.KEPT_FULL].tolist() == [6, 30, 0, 5, 0]
+    assert rows.table[:, SlotColumn.SUMMARIZED].tolist() == [6, 30, 0, 5, 0], "what is kept stays"
 
 
 NUM_TOKENS, NUM_ROWS = 6, 64
@@ -180,23 +178,12 @@ def test_room_is_the_hosts(min_context):
 
 @pytest.mark.parametrize("budget", [RetrievalBudget(6, 20, 2), RetrievalBudget(8, 8, 3)])
 def test_the_budget_is_the_hosts(budget):
-    """Of a context that is selected from now, and of one that was some blocks ago."""
-    before = [0, 60, 90, 159, 300]
     contexts = [40, 61, 96, 161, 310]
-    refreshes = [Refresh.NEW_OWNER, Refresh.NOT_DUE, Refresh.DUE, Refresh.NOT_DUE, Refresh.DUE]
     bounds = RowLimits(0, BLOCK_SIZE, budget, width=1000)
     rows = Rows(5, NUM_TOKENS, 2, VOCAB_SIZE, bounds, DEVICE)
-    tails = [max(0, count - budget.recent) for count in before]
-    rows.table[:, SlotColumn.KEPT_TAIL].copy_(integers(tails))
-    rows.table[:, SlotColumn.KEPT_FULL].copy_(integers(before))
-    init_rows(rows, [count * BLOCK_SIZE + 3 for count in contexts], REFRESH=refreshes)
-    at_selection = [
-        old if refresh == Refresh.NOT_DUE else new
-        for old, new, refresh in zip(before, contexts, refreshes)
-    ]
+    init_rows(rows, [count * BLOCK_SIZE + 3 for count in contexts])
     wanted = [
-        min(max(0, count - budget.recent), budget.of(count) - budget.recent)
-        for count in at_selection
+        min(max(0, count - budget.recent), budget.of(count) - budget.recent) for count in contexts
     ]
     assert rows.num_selected.tolist() == wanted
     assert len(set(wanted)) >= (1 if budget.min_blocks == budget.max_blocks else 4)

@@ -8,9 +8,9 @@ import torch
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import counted, integers, new_counters, some_rows
-from vllm_triforce.kernels.offload import RetrievalPool, stage_blocks
+from vllm_triforce.kernels.offload import PooledSelection, RetrievalPool, stage_blocks
 from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
-from vllm_triforce.kernels.row_table import Refresh, RowColumn, SlotColumn
+from vllm_triforce.kernels.row_table import Owner, RowColumn, SlotColumn
 from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.offload.cache import HostLayer
 
@@ -80,18 +80,27 @@ class World:
         self._pool: RetrievalPool | None = None
 
     def refill(self, rows, tables) -> None:
-        """Begin a proposal of ``rows``, the same in all calls."""
+        """Begin a proposal of ``rows``, the same in all calls, and select in its first pass."""
         if self._pool is None:
+            self._tables = torch.zeros_like(tables)
             self._pool = RetrievalPool(
-                self.hosts, self.pools, 1, WIDTH, self.per, SELECTED, self.counters, rows
+                self.hosts, self.pools, self._tables, self.per, SELECTED, self.counters, rows
             )
-        self._pool.begin(tables)
+        self._tables.copy_(tables)
+        self._pool.begin()
+        selection = PooledSelection(self, self._pool, query_len=3)
+        for layer in range(3):
+            assert selection.select(layer, torch.zeros(3 * rows.num_rows, 1, 1)) == layer
         # Each row's places are those of its slot, and its heads'.
         blocks = torch.arange(4 * WIDTH, dtype=torch.int32, device=DEVICE).view(4, WIDTH)
         heads = torch.arange(HEADS, dtype=torch.int32, device=DEVICE)[:, None]
         slots = rows.row_metadata[: rows.num_rows, RowColumn.SLOT].long()
         expected = blocks[slots][:, None] * self.per[0] + heads * self.per[1]
         assert torch.equal(self._pool.tables[: rows.num_rows * HEADS], expected.flatten(0, 1))
+
+    def select(self, layer: int, query: torch.Tensor) -> int:
+        """Select the blocks that are in the tables already."""
+        return layer
 
     def tables(self, rows_of_blocks) -> torch.Tensor:
         """Make [3 layers, 3 * HEADS, WIDTH]; selections differ by layer and head."""
@@ -133,7 +142,7 @@ def world(request) -> World:
 def test_the_pool_has_selected_blocks_and_the_exact_tail(world):
     rows = some_rows(2, gamma=2, computed=[16 * 10 + 3, 16 * 6], tail=[8, 4], num_selected=[3, 2])
     rows.row_metadata[:2, RowColumn.SLOT] = integers([2, 0])
-    rows.row_metadata[:2, RowColumn.REFRESH] = Refresh.NEW_OWNER
+    rows.row_metadata[:2, RowColumn.OWNER] = Owner.NEW_OWNER
     # The first has three blocks behind its tail's start, the last with three tokens; and one more
     # that is allocated and has nothing.
     tables = world.tables([([1, 2, 3], [40, 41, 42, 43]), ([4, 5], [50, 51, 52])])
@@ -163,13 +172,13 @@ def brought(world: World) -> list[list[list[bool]]]:
 def test_only_changed_blocks_are_brought_again(world):
     """The tail that level 2 wrote, newly selected blocks, and all of a new owner's."""
     rows = some_rows(1, gamma=2, computed=[16 * 10 + 3], tail=[8], num_selected=[3])
-    rows.row_metadata[0, RowColumn.REFRESH] = Refresh.NEW_OWNER
+    rows.row_metadata[0, RowColumn.OWNER] = Owner.NEW_OWNER
     tables = world.tables([([1, 2, 3], [40, 41, 42, 43])])
     world.refill(rows, tables)
     for host in world.hosts:
         host += 0.5  # whatever is brought from now on shows it
     rows.computed[0] = 16 * 11 + 2  # from the block of token 163 on it may be level 2's
-    rows.row_metadata[0, RowColumn.REFRESH] = Refresh.NOT_DUE
+    rows.row_metadata[0, RowColumn.OWNER] = Owner.SAME_OWNER
     again = tables.clone()
     again[2, 1, 1] = world.one_head(33, 1)  # one more chunk, of the second layer's second head
     world.counters.zero_()
@@ -183,7 +192,7 @@ def test_only_changed_blocks_are_brought_again(world):
         DeviceCounter.NUM_POOL_HITS: 7 * 4 - 2 * 4 - 1,
         DeviceCounter.NUM_POOL_BYTES: (2 * 4 + 1) * BYTES,
     }
-    rows.row_metadata[0, RowColumn.REFRESH] = Refresh.NEW_OWNER
+    rows.row_metadata[0, RowColumn.OWNER] = Owner.NEW_OWNER
     world.refill(rows, again)
     assert all(all(new[:7]) for of_layer in brought(world) for new in of_layer)
 
@@ -193,7 +202,7 @@ def test_chunks_that_stay_selected_are_not_brought_again(world, seed):
     """Change the selection at random while the context grows and level 2 overwrites."""
     draw = random.Random(seed)
     rows = some_rows(1, gamma=2, tail=[0], num_selected=[0])
-    rows.row_metadata[0, RowColumn.REFRESH] = Refresh.NEW_OWNER
+    rows.row_metadata[0, RowColumn.OWNER] = Owner.NEW_OWNER
     computed, before = 20 + draw.randrange(30), set()
     for step in range(12):
         tail = max(0, computed // BLOCK - 2)
@@ -212,7 +221,7 @@ def test_chunks_that_stay_selected_are_not_brought_again(world, seed):
             new = len(set(selected) - before)
             most = 2 * HEADS * (new + num_used - num_selected)
             assert counted(world.counters).get(DeviceCounter.NUM_POOL_BYTES, 0) <= most * BYTES
-        rows.row_metadata[0, RowColumn.REFRESH] = Refresh.DUE
+        rows.row_metadata[0, RowColumn.OWNER] = Owner.SAME_OWNER
         # Where the newest tokens and those behind them go, level 2 writes.
         for pool in world.pools:
             pool[num_selected + computed // BLOCK - tail : WIDTH] = -7.0

@@ -83,7 +83,7 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(
                         continue
                     candidates = tables[row, 1:tail]
                     queries = by_row[row, 0, head]
-                    keys = means.dequantize(candidates.to(DEVICE))[layer, head].cpu()
+                    keys = means.dequantize(layer, candidates.to(DEVICE))[head].cpu()
                     votes = votes_of(queries, keys)
                     written = own[1:num_selected] - head * per_head
                     blocks = written // per_block

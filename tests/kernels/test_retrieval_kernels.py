@@ -5,15 +5,13 @@ import torch
 
 from tests.kernels import oracles
 from tests.kernels.device import DEVICE
-from tests.kernels.tensors import integers, some_rows
+from tests.kernels.tensors import some_rows
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.kernels.retrieval import (
     KeyPointers,
     build_sparse_tables,
-    score_chunks,
     update_chunk_summaries,
 )
-from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.selection import Summary
 
 
@@ -67,65 +65,29 @@ def test_chunk_summaries(layout, block_size, dim, heads, dtype):
                         expected[layer, head, block] = oracles.chunk_summary(
                             own, scales[layer], kind
                         )
-        found = summaries.dequantize(torch.arange(13, device=DEVICE)).cpu()
+        every = torch.arange(13, device=DEVICE)
+        found = torch.stack([summaries.dequantize(layer, every) for layer in range(2)]).cpu()
         written = expected != 7
         assert bool((found[~written] == 7).all())
         half_a_step = expected.abs().amax(-1, keepdim=True) / 254 + 1e-5
         assert bool(((found - expected).abs() <= half_a_step)[written].all())
 
 
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize(("dim", "kv_heads"), [(64, 2), (128, 1), (80, 3)])
-def test_chunk_scores(group, dim, kv_heads):
-    """Only candidates are scored, for requests of 150, 1, 0 and 64 chunks before the tail."""
-    torch.manual_seed(1)
-    num_layers, num_blocks, counts = 2, 200, [150, 1, 0, 64]
-    queries = torch.randn(num_layers, 6, kv_heads * group, dim, device=DEVICE)
-    query_rows = torch.tensor([4, 0, 2, 5], dtype=torch.int32, device=DEVICE)
-    means = QuantizedSummaries.allocate((num_layers, kv_heads, num_blocks, dim), DEVICE)
-    for layer in range(num_layers):
-        vectors = torch.randn(kv_heads, num_blocks, dim, device=DEVICE)
-        means.write(layer, torch.arange(num_blocks, device=DEVICE), vectors)
-    tables = torch.stack([torch.randperm(num_blocks)[:151] for _ in counts]).to(torch.int32)
-    scores = score_chunks(
-        queries,
-        query_rows,
-        {Summary.MEAN: means},
-        tables.to(DEVICE),
-        torch.tensor(counts, dtype=torch.int32, device=DEVICE),
-        max_chunks=151,
-    ).cpu()
-    assert scores.shape == (4, num_layers, kv_heads, 151)
-    for row, count in enumerate(counts):
-        candidates = tables[row, 1:count].long()
-        for layer in range(num_layers):
-            own = queries[layer, query_rows[row]].cpu()
-            expected = oracles.chunk_scores(
-                own, means.dequantize(candidates.to(DEVICE))[layer].cpu()
-            )
-            found = scores[row, layer, :, 1 : max(count, 1)]
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        assert (scores[row, :, :, 0] == -torch.inf).all()
-        assert (scores[row, :, :, max(count, 1) :] == -torch.inf).all()
-
-
 @pytest.mark.parametrize("heads", [1, 3, 8])
 @pytest.mark.parametrize("strides", [(8, 1), (16 * 8, 2)])
 def test_sparse_tables(heads, strides):
     torch.manual_seed(2)
-    num_layers, max_selected, width = 2, 5, 9
-    selected = torch.randint(1, 100, (4, num_layers, heads, max_selected), dtype=torch.int32)
+    num_layers, width = 2, 9
     tables = torch.randint(1, 100, (3, 20), dtype=torch.int32)
-    slots, num_selected, tails, num_blocks = [3, 0, 2], [5, 0, 2], [11, 0, 2], [14, 1, 20]
+    num_selected, tails, num_blocks = [5, 0, 2], [11, 0, 2], [14, 1, 20]
     out = torch.full((num_layers, 4 * heads, width), -1, dtype=torch.int32, device=DEVICE)
 
     rows = some_rows(3, gamma=2, num_selected=num_selected, tail=tails, num_blocks=num_blocks)
-    rows.row_metadata[:3, RowColumn.SLOT] = integers(slots)
-    build_sparse_tables(out, selected.to(DEVICE), rows, tables.to(DEVICE), strides)
+    build_sparse_tables(out, rows, tables.to(DEVICE), strides)
     for layer in range(num_layers):
         for row in range(3):
             for head in range(heads):
-                own = selected[slots[row], layer, head, : num_selected[row]].tolist()
+                own = tables[row, : num_selected[row]].tolist()
                 expected = oracles.sparse_table(
                     own, tables[row].tolist(), tails[row], num_blocks[row], width, head, strides
                 )

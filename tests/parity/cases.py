@@ -209,8 +209,8 @@ def _dice() -> list[Case]:
 
 def _in_pass() -> list[Case]:
     """Selection inside level 2's passes, by requests above and below the budget."""
-    skip = {"host": "all of its cases that name no interval select in this way"}
-    in_pass = {"refresh_interval": 0}
+    skip = {"host": "all of its cases select in this way"}
+    in_pass = {"selection": "retrieval"}  # by its kernels: tests/v2/engine.py
     return [
         Case(
             "in pass-greedy",
@@ -243,9 +243,9 @@ def _copies() -> list[Case]:
                 greedy,
                 (requests(520, 90, 400, max_tokens=10),),
                 level2_model=name,
-                **_small("draft_model", keys=DRAFT | {"refresh_interval": interval}),
+                **_small("draft_model", keys=DRAFT),
             )
-            for name, interval in (("bfloat16", 0), ("int8", 8))
+            for name in ("bfloat16", "int8")
         ),
         Case(
             "copy-adapters",
@@ -266,10 +266,10 @@ def _copies() -> list[Case]:
                 _eight((dict(temperature=1.0), NARROW, dict(temperature=0), NARROW), 34),
                 ("stock", "calibrated"),
                 level2_model=name,
-                **OF_EIGHT | {"keys": EIGHT | {"refresh_interval": interval}},
+                **OF_EIGHT,
                 at_least={"num_level2_drafted": 40, "num_level3_rejections": 1},
             )
-            for name, interval in (("bfloat16", 0), ("random", 8))
+            for name in ("bfloat16", "random")
         ),
     ]
 
@@ -608,8 +608,7 @@ def _windows() -> list[Case]:
 
 # Level 2 reads 160 tokens of up to 460: it must be wrong at times.
 EIGHT = dict(retrieval_budget=160, num_speculative_tokens=4, gamma=2, num_recent_tokens=60)
-# Model Runner V2's tests have a key of level 2 by default (tests/v2/engine.py).
-NO_LEVEL2 = dict(num_speculative_tokens=4, refresh_interval=None)
+NO_LEVEL2 = dict(num_speculative_tokens=4)
 EIGHT_LENGTHS = (400, 300, 350, 390)
 # Prompts in one chunk: vLLM's CPU runner cannot discard a seeded sample (patches/README.md).
 WHOLE = SMALL | {"max_num_batched_tokens": 2048}
@@ -838,7 +837,6 @@ def _unequal_contexts() -> Case:
         "beside requests with longer or shorter contexts, in any order.",
         (*((request,) for request in alone), alone, alone[::-1]),
         ("as alone",),
-        keys={"refresh_interval": 0},
         engine=SMALL
         | dict(max_model_len=7168, max_num_batched_tokens=9216, kv_cache_memory_bytes=256 << 20),
         at_least={"num_level2_accepted": 30, "num_level3_rejections": 1},

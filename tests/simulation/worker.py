@@ -33,7 +33,7 @@ class _State:
     """Tokens, by the plan of its last step."""
     proposed: int = 0
     route: str = ""
-    num_passes: int = 0
+    has_summaries: bool = False
     """Since level 2 selected; 0 before."""
 
 
@@ -125,7 +125,6 @@ class Worker:
             accepted = self._verify(name, state, min(drafts, state.proposed))
             self.num_beyond += max(0, state.computed + own + drafts - state.limit)
             state.computed += own + accepted
-            state.num_passes += state.num_passes > 0
             start = state.computed - accepted  # where the first new token stands
             stop = self.stops.get(name)
             sampled.append([STOP if start + n == stop else TOKEN for n in range(accepted + 1)])
@@ -241,11 +240,9 @@ class Worker:
             row = (
                 self._levels(name, most, its) if route == HIERARCHICAL else (max(0, most), 0, 0, 0)
             )
-            interval = max(1, self.config.refresh_interval)
-            if route == HIERARCHICAL and state.num_passes % interval == 0:
-                is_first = state.num_passes == 0
-                seconds += machine.selection * state.computed * is_first
-                state.num_passes += 1
+            if route == HIERARCHICAL and not state.has_summaries:
+                seconds += machine.selection * state.computed
+                state.has_summaries = True
             if route == "prompt_lookup" and self.world.draw.random() >= self.world.text.match:
                 row = (0, 0, 0, 0)
             state.proposed = row[0]

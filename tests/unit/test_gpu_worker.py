@@ -8,11 +8,9 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils import jit_monitor
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
 from benchmarks import memory_table
 from tests.unit.fake_graphs import full_graph_by_size, full_graphs, manager_of, without_gpu
-from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.config import TriForceConfig, checks
 from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.config.check_draft import check_draft_kind
@@ -21,7 +19,6 @@ from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v2.decode_graphs import (
     add_plain_decode_graphs,
-    disable_recording_in_plain_graphs,
     serve_any_mix,
     thin_decode_graphs,
 )
@@ -125,41 +122,6 @@ def test_every_mix_of_lengths_has_a_graph(manager):
     captured = full_graphs(manager)
     serve_any_mix(manager)
     assert full_graphs(manager) is captured
-
-
-def test_plain_graphs_record_nothing_and_serve_no_selection(manager, monkeypatch):
-    """Recording would slow plain decoding down; a selection needs the step's own queries."""
-    serve_any_mix(manager)
-    add_plain_decode_graphs(manager)
-    requests = torch.zeros(5, dtype=torch.int32)
-    recorder = StaticQueryRecorder(1, requests, 4, 2, 8, 7, 10, torch.float32)
-    runner = SimpleNamespace(cudagraph_manager=manager)
-    disable_recording_in_plain_graphs(runner, recorder)
-    records = {}
-
-    def capture(self, create_forward_fn):
-        for desc in full_graphs(self):
-            create_forward_fn(desc, warmup=False)(desc)
-
-    monkeypatch.setattr(CudaGraphManager, "capture", capture)
-    quiet = runner.cudagraph_manager
-    # As vLLM's own class for a model's graphs does, with a function that runs the model.
-    super(ModelCudaGraphManager, quiet).capture(
-        lambda desc, warmup: lambda desc: records.update({desc: recorder.is_recording})
-    )
-    for desc, is_recording in records.items():
-        assert is_recording == (desc.uniform_token_count != 1)
-    assert len(set(records.values())) == 2
-
-    def taken(*tokens: int):
-        return records[dispatched(quiet, *tokens)]
-
-    assert taken(1, 1) and taken(1, 7) and taken(7)
-    recorder.expect(selection=False)
-    assert not taken(1, 1) and taken(1, 7)
-    recorder.expect(selection=True)
-    with recorder.without_recording():
-        assert not taken(1), "as when passes are measured"
 
 
 @pytest.mark.parametrize(("query_len", "above"), [(3, 0), (7, 16)])

@@ -21,7 +21,7 @@ MOST = 14
 
 def cache_of(policy: str, most: int = BUDGET, blocks: int = BLOCKS) -> RetrievalCache:
     """With a budget of ``BUDGET`` blocks, or of an eighth of the context and at most ``most``."""
-    return retrieval_cache(policy, blocks, BLOCK, RetrievalBudget(BUDGET, most, RECENT), 0)[0]
+    return retrieval_cache(policy, blocks, BLOCK, RetrievalBudget(BUDGET, most, RECENT))[0]
 
 
 def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) -> list[set[int]]:
@@ -75,7 +75,7 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
         tables.append(order[start : start + num_full + 1])
         start += num_full + 1
     selections = [
-        cache.selection(str(row), table, num_full * BLOCK + 1, query=None)
+        cache.selection(str(row), table, num_full * BLOCK + 1)
         for row, (table, num_full) in enumerate(zip(tables, num_fulls))
     ]
     assert [s.candidates is None for s in selections] == [False, False, True, False]
@@ -111,8 +111,8 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
 def test_a_pass_of_requests_within_the_budget_selects_nothing():
     cache = cache_of("retrieval")
     table = np.arange(BLOCKS, dtype=np.int32)
-    long = cache.selection("long", table[:21], 20 * BLOCK, query=None)
-    assert cache.selection("short", table[30:36], 5 * BLOCK, query=None).candidates is None
+    long = cache.selection("long", table[:21], 20 * BLOCK)
+    assert cache.selection("short", table[30:36], 5 * BLOCK).candidates is None
     selection = PassSelection(cache.policy, {1: long.candidates}, HEADS, cache.head_strides)
     tables = torch.zeros(LAYERS, 1, HEADS, 12, dtype=torch.int32)
     assert not selection.begin_pass([0], [2], [0], tables)
@@ -137,9 +137,7 @@ def test_the_host_knows_in_which_rounds_a_request_may_select(max_round_tokens, m
 def test_a_request_selects_at_first_and_after_each_few_tokens():
     cache = cache_of("retrieval")
     tables = [np.arange(start, start + 31, dtype=np.int32) for start in (0, 31)]
-    selections = [
-        cache.selection(name, table, 30 * BLOCK, query=None) for name, table in zip("ab", tables)
-    ]
+    selections = [cache.selection(name, table, 30 * BLOCK) for name, table in zip("ab", tables)]
     sparse, _ = cache.block_table(selections, tables, [30 * BLOCK + 1] * 2)
     sparse = sparse.unflatten(1, (2, -1))
     candidates = {row: s.candidates for row, s in enumerate(selections)}
@@ -164,9 +162,9 @@ def test_a_request_selects_at_first_and_after_each_few_tokens():
 def test_candidates_are_gathered_again_when_a_block_became_full():
     cache = cache_of("retrieval")
     table = np.arange(BLOCKS, dtype=np.int32)
-    first = cache.selection("a", table[:21], 20 * BLOCK, query=None)
-    assert cache.selection("a", table[:21], 20 * BLOCK + 3, query=None) is first
-    second = cache.selection("a", table[:22], 21 * BLOCK, query=None)
+    first = cache.selection("a", table[:21], 20 * BLOCK)
+    assert cache.selection("a", table[:21], 20 * BLOCK + 3) is first
+    second = cache.selection("a", table[:22], 21 * BLOCK)
     assert second is not first
     assert len(second.candidates.block_ids) == len(first.candidates.block_ids) + 1
 
@@ -176,8 +174,7 @@ def test_padding_is_never_selected():
     cache = cache_of("retrieval")
     tables = [np.arange(1, 41, dtype=np.int32), np.arange(41, 55, dtype=np.int32)]
     selections = [
-        cache.selection(name, table, (len(table) - 1) * BLOCK, query=None)
-        for name, table in zip("ab", tables)
+        cache.selection(name, table, (len(table) - 1) * BLOCK) for name, table in zip("ab", tables)
     ]
     sparse, _ = cache.block_table(selections, tables, [(len(t) - 1) * BLOCK + 1 for t in tables])
     sparse = sparse.unflatten(1, (2, -1))

@@ -3,21 +3,17 @@
 The matrix runs each policy in ``POLICIES`` over odd sizes; a policy added there is tested here.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from tests.kernels.tensors import NO_LIMITS
-from vllm_triforce.attention.query_recorder import QueryRecorder
+from tests.kernels.tensors import some_rows
 from vllm_triforce.cache.key_layout import probe_key_order
-from vllm_triforce.cache.retrieval_cache import RetrievalCache
-from vllm_triforce.cache.summaries import ChunkSummaries
-from vllm_triforce.config import TriForceConfig
+from vllm_triforce.cache.pass_selection import PassSelection
+from vllm_triforce.cache.retrieval_cache import Candidates, RetrievalCache
+from vllm_triforce.cache.summaries import ChunkSummaries, QuantizedSummaries
 from vllm_triforce.config.budget import RetrievalBudget
-from vllm_triforce.kernels.rows import Rows
-from vllm_triforce.runner_v2.selections import SelectionsV2
+from vllm_triforce.runner_v2.selections import PolicySelection
 from vllm_triforce.selection import POLICIES, SelectionPolicy, Summary
 from vllm_triforce.selection.quest import QuestPolicy
 from vllm_triforce.selection.retrieval import RetrievalPolicy
@@ -25,20 +21,6 @@ from vllm_triforce.selection.retrieval import RetrievalPolicy
 BLOCK = 32
 CPU = torch.device("cpu")
 BUDGET = RetrievalBudget(8, 8, recent=2)
-
-
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("num_chunks, num_selected", [(1, 1), (3, 2), (19, 19), (117, 5)])
-def test_policies_select_distinct_chunks(policy, group, num_chunks, num_selected):
-    keys = torch.randn(3, 2, num_chunks, 5, 16)
-    query = torch.randn(3, 2 * group, 16)
-    summaries = {kind: kind.reduce(keys, 3) for kind in policy.summaries}
-    chosen = policy().select(query, summaries, 2, num_chunks, num_selected)
-    assert chosen.shape == (3, 2, num_selected)
-    assert chosen.min() >= 0 and chosen.max() < num_chunks
-    for row in chosen.reshape(-1, num_selected).tolist():
-        assert len(set(row)) == num_selected
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -70,6 +52,13 @@ def test_query_heads_of_a_group_vote_together():
         torch.testing.assert_close(votes[0, kv_head], wanted)
 
 
+def chosen_by(policy, query, summaries, num_kv_heads: int, num_selected: int) -> torch.Tensor:
+    """Return the chunks with the most votes, [num_layers, num_kv_heads, num_selected]."""
+    num_chunks = next(iter(summaries.values())).shape[2]
+    scores = policy.checked_score(query.unflatten(1, (num_kv_heads, -1)), summaries, num_chunks)
+    return policy.votes(scores, query.shape[-1]).topk(num_selected).indices
+
+
 # Scores of a wrong shape, from those of [..., KV heads, group, chunks].
 WRONG_SHAPES = {
     "no axis of KV heads": lambda scores: scores[..., 0, :, :],
@@ -93,7 +82,7 @@ def test_scores_of_another_shape_are_refused(wrong):
     means, query = torch.randn(3, 2, 13, 16), torch.randn(3, 8, 16)
     summaries, policy = {Summary.MEAN: means}, Wrong()
     with pytest.raises(ValueError) as refused:
-        policy.select(query, summaries, 2, 13, 5)
+        chosen_by(policy, query, summaries, 2, 5)
     found = list(policy.score(query.view(3, 2, 4, 16), summaries, 13).shape)
     told = f"selection policy 'wrong': score() gave {found}; it has to be [3, 2, 4 (or 1), 13]"
     assert told in str(refused.value)
@@ -110,7 +99,7 @@ def test_one_score_for_a_whole_group_is_a_shape_too(group):
 
     means = torch.randn(3, 2, 13, 16)
     query = torch.randn(3, 2 * group, 16)
-    chosen = Least().select(query, {Summary.MEAN: means}, 2, 13, 4)
+    chosen = chosen_by(Least(), query, {Summary.MEAN: means}, 2, 4)
     wanted = means.sum(-1).topk(4, largest=False).indices
     assert torch.equal(chosen.sort(-1).values, wanted.sort(-1).values)
 
@@ -125,8 +114,8 @@ def test_a_score_that_is_no_number_still_chooses_distinct_chunks():
             scores[0, 0, 1, 3] = torch.nan
             return scores
 
-    usual = RetrievalPolicy().select(query, {Summary.MEAN: means}, 2, 13, 5)
-    chosen = Odd().select(query, {Summary.MEAN: means}, 2, 13, 5)
+    usual = chosen_by(RetrievalPolicy(), query, {Summary.MEAN: means}, 2, 5)
+    chosen = chosen_by(Odd(), query, {Summary.MEAN: means}, 2, 5)
     assert len(set(chosen[0, 0].tolist())) == 5 and 0 <= chosen.min() <= chosen.max() < 13
     for layer, head in [(0, 1), (1, 0), (1, 1)]:
         assert set(chosen[layer, head].tolist()) == set(usual[layer, head].tolist())
@@ -137,7 +126,6 @@ def retrieval_cache(
     num_blocks=64,
     block_size=BLOCK,
     budget=BUDGET,
-    interval=4,
 ) -> tuple[RetrievalCache, torch.Tensor]:
     """Return a cache over random keys, and these, [layers, num_blocks, heads, block_size, 16]."""
     keys = torch.randn(2, num_blocks, 2, block_size, 16, generator=torch.Generator().manual_seed(0))
@@ -152,7 +140,7 @@ def retrieval_cache(
         CPU,
         [lambda ids, kind, layer=layer: kind.reduce(keys[layer, ids], 2) for layer in range(2)],
     )
-    return RetrievalCache(summaries, chosen, block_size, budget, interval), keys
+    return RetrievalCache(summaries, chosen, block_size, budget), keys
 
 
 def blocks_read(tables, skipped, cache, num_tokens, row=0, layer=0, head=0):
@@ -168,9 +156,13 @@ def test_table_is_first_selected_then_tail():
     cache, keys = retrieval_cache()
     blocks = np.random.default_rng(0).permutation(64).astype(np.int32)
     num_tokens = 40 * BLOCK + 5
-    query = torch.randn(2, 2, 16)
-    selection = cache.selection("a", blocks, num_tokens, lambda: query)
+    query = torch.randn(2, 1, 2, 16)
+    selection = cache.selection("a", blocks, num_tokens)
     tables, skipped = cache.block_table([selection], [blocks], [num_tokens + 6])
+    in_pass = PassSelection(cache.policy, {0: selection.candidates}, 2, cache.head_strides)
+    assert in_pass.begin_pass([0], [1], [0], tables.unflatten(1, (1, 2)))
+    for layer in range(2):
+        in_pass.select(layer, query[layer])
     for layer in range(2):
         for head in range(2):
             read = blocks_read(tables, skipped, cache, num_tokens + 6, 0, layer, head)
@@ -180,7 +172,7 @@ def test_table_is_first_selected_then_tail():
             assert read[-3:] == blocks[38:41].tolist()
             candidates = blocks[1:38]
             mean = keys[layer, candidates, head].mean(1)
-            best = (mean @ query[layer, head]).topk(5).indices
+            best = (mean @ query[layer, 0, head]).topk(5).indices
             assert set(read[1:-3]) == set(candidates[best.numpy()].tolist())
             assert len(read) * BLOCK <= 8 * BLOCK + BLOCK
 
@@ -189,44 +181,21 @@ def test_table_is_first_selected_then_tail():
 def test_budget_that_covers_the_context_reads_everything_in_order(num_tokens):
     cache, _ = retrieval_cache()
     blocks = np.arange(20, 50, dtype=np.int32)
-    selection = cache.selection("a", blocks, num_tokens, lambda: torch.randn(2, 2, 16))
+    selection = cache.selection("a", blocks, num_tokens)
     tables, skipped = cache.block_table([selection], [blocks], [num_tokens])
     assert int(skipped[0]) == 0
     wanted = blocks[: -(-num_tokens // BLOCK)].tolist()
     assert blocks_read(tables, skipped, cache, num_tokens) == wanted
 
 
-def test_new_blocks_stay_covered_until_the_refresh():
-    cache, _ = retrieval_cache(interval=50)
-    blocks = np.arange(64, dtype=np.int32)
-    start = 30 * BLOCK
-    for num_tokens in range(start, start + 40 * 7, 7):
-        selection = cache.selection("a", blocks, num_tokens, lambda: torch.randn(2, 2, 16))
-        tables, skipped = cache.block_table([selection], [blocks], [num_tokens])
-        read = blocks_read(tables, skipped, cache, num_tokens)
-        newest = -(-num_tokens // BLOCK)
-        assert read[-(newest - 28) :] == list(range(28, newest))
-
-
-def test_refresh_interval_counts_full_passes():
-    cache, _ = retrieval_cache(interval=3)
-    blocks = np.arange(64, dtype=np.int32)
-    made = [
-        id(cache.selection("a", blocks, 1000, lambda: torch.randn(2, 2, 16)).blocks)
-        for _ in range(7)
-    ]
-    assert made[0] == made[1] == made[2] != made[3]
-    assert made[3] == made[4] == made[5] != made[6]
-
-
 def test_moved_blocks_are_summarised_again():
     """After preemption the same request owns other blocks."""
     cache, keys = retrieval_cache()
-    cache.selection("a", np.arange(40, dtype=np.int32), 40 * BLOCK, lambda: torch.randn(2, 2, 16))
+    cache.selection("a", np.arange(40, dtype=np.int32), 40 * BLOCK)
     keys.copy_(torch.randn_like(keys))
     moved = np.arange(63, 23, -1, dtype=np.int32)
     cache.invalidate_summaries(moved.tolist())
-    cache.selection("a", moved, 40 * BLOCK, lambda: torch.randn(2, 2, 16))
+    cache.selection("a", moved, 40 * BLOCK)
     found = cache.summaries.gather(torch.from_numpy(moved.astype(np.int64)))[Summary.MEAN]
     torch.testing.assert_close(found, keys[:, moved].mean(3).transpose(1, 2))
     cache.release("a")
@@ -240,11 +209,11 @@ def test_known_blocks_bring_their_means_along():
     update = cache.summaries.update
     cache.summaries.update = lambda ids: (updated.append(ids.tolist()), update(ids))
     blocks = np.arange(64, dtype=np.int32)
-    cache.selection("a", blocks, 40 * BLOCK, lambda: torch.randn(2, 2, 16))
+    cache.selection("a", blocks, 40 * BLOCK)
     cache.release("a")
-    cache.selection("b", blocks, 42 * BLOCK, lambda: torch.randn(2, 2, 16))
+    cache.selection("b", blocks, 42 * BLOCK)
     cache.invalidate_summaries([3, 7])
-    cache.selection("c", blocks, 42 * BLOCK, lambda: torch.randn(2, 2, 16))
+    cache.selection("c", blocks, 42 * BLOCK)
     assert updated == [list(range(40)), [40, 41], [3, 7]]
 
 
@@ -278,62 +247,41 @@ def test_layout_that_cannot_be_read_is_refused():
         probe_key_order(lambda keys: torch.zeros_like(keys), BLOCK, 64, torch.float32)
 
 
-@pytest.mark.parametrize("lens", [[4, 1, 3], [40, 2, 4]], ids=["decoding", "with a prompt"])
-def test_recorder_gives_the_query_of_the_last_accepted_token(lens):
-    recorder = QueryRecorder(num_layers=2, rows_per_request=4, min_context=10)
-    starts = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
-    metadata = SimpleNamespace(query_start_loc=starts, max_seq_len=50)
-    passed = torch.randn(2, sum(lens), 3, 8)
-    for layer, query in enumerate(passed):
-        given = query.clone()
-        recorder.record(layer, given, metadata)
-        given.zero_()  # the model uses its buffers again
-    for request, length in enumerate(lens):
-        for num_rejected in range(min(length, 4)):
-            found = recorder.last_accepted(request, num_rejected)
-            assert torch.equal(found, passed[:, int(starts[request + 1]) - 1 - num_rejected])
-
-
-def test_recorder_keeps_nothing_of_short_contexts():
-    recorder = QueryRecorder(num_layers=1, rows_per_request=4, min_context=10)
-    metadata = SimpleNamespace(query_start_loc=torch.tensor([0, 2]), max_seq_len=50)
-    recorder.record(0, torch.randn(2, 3, 8), metadata)
-    metadata.max_seq_len = 9
-    recorder.record(0, torch.randn(2, 3, 8), metadata)
-    with pytest.raises(RuntimeError, match="no queries were recorded"):
-        recorder.last_accepted(0, 0)
-
-
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_both_loops_select_alike(policy, group):
-    """Compare rows of unlike lengths over scattered blocks."""
-    num_layers, num_heads, num_blocks, dim = 2, 3, 70, 16
-    keys = {"retrieval_budget": 10 * BLOCK, "selection": policy.name, "refresh_interval": 8}
-    config = TriForceConfig(**keys).resolve(BLOCK)
-    keys = torch.randn(num_layers, num_blocks, num_heads, BLOCK, dim)
-    queries = torch.randn(num_layers, 5, num_heads * group, dim)
-    rows = Rows(3, 6, 2, 100, NO_LIMITS, CPU)
-    tables = torch.stack([torch.randperm(num_blocks)[:64] for _ in range(3)]).to(torch.int32)
-    found = SelectionsV2(config, None, queries, num_blocks, num_heads, rows, tables)
-    for kind, summaries in found.summaries.items():
+def test_both_runners_select_alike(policy, group):
+    """Compare rows of unlike lengths over scattered blocks; the last one reads all of its own."""
+    layers, heads, num_blocks, dim, query_len = 2, 3, 70, 16, 2
+    counts, num_selected, width = [60, 9, 25, 5], [6, 6, 8, 5], 12
+    keys = torch.randn(layers, num_blocks, heads, BLOCK, dim)
+    kept = {}
+    for kind in policy.summaries:
+        kept[kind] = QuantizedSummaries.allocate((layers, heads, num_blocks, dim), CPU)
         for layer, vectors in enumerate(kind.reduce(keys, 3).transpose(1, 2)):
-            summaries.write(layer, torch.arange(num_blocks), vectors)
-    counts = torch.tensor([60, 9, 25], dtype=torch.int32)
-    rows.tail[:3] = counts
-    query_rows = torch.tensor([4, 0, 2])
-    scored = found.score(queries, query_rows, found.summaries, tables, counts, 66)
-    for row, count in enumerate(counts.tolist()):
-        assert bool((scored[row, ..., 0] == -torch.inf).all())
-        assert bool((scored[row, ..., count:] == -torch.inf).all())
-        candidates = tables[row, 1:count].long()
-        num_selected = min(6, count - 1)
-        wanted = policy().select(
-            queries[:, query_rows[row]],
-            {kind: kept.dequantize(candidates) for kind, kept in found.summaries.items()},
-            num_heads,
-            count - 1,
-            num_selected,
-        )
-        chosen = scored[row].topk(num_selected, dim=-1).indices - 1
-        assert torch.equal(chosen.sort(-1).values, wanted.sort(-1).values)
+            kept[kind].write(layer, torch.arange(num_blocks), vectors)
+    tables = torch.stack([torch.randperm(num_blocks)[:64] for _ in counts]).to(torch.int32)
+    rows = some_rows(4, gamma=1, tail=counts, num_selected=num_selected, room=[6] * 4)
+    found = torch.zeros(layers, rows.max_rows * heads, width, dtype=torch.int32)
+    block_tables = torch.cat([tables, tables.new_zeros(rows.max_rows - 4, 64)])
+    shapes = heads, query_len, (heads, 1), 9
+    selection = PolicySelection(policy(), kept, rows, block_tables, found, *shapes)
+    query = torch.randn(layers, 4 * query_len, heads * group, dim)
+    candidates = {}
+    for row, (table, count, selected) in enumerate(zip(tables, counts, num_selected)):
+        if selected < count:
+            ids = table[1:count].long()
+            summaries = {
+                kind: torch.stack([of_kind.dequantize(layer, ids) for layer in range(layers)])
+                for kind, of_kind in kept.items()
+            }
+            candidates[row] = Candidates(selected - 1, ids, summaries)
+    expected = torch.zeros(layers, 4, heads, width, dtype=torch.int32)
+    alone = PassSelection(policy(), candidates, heads, (heads, 1))
+    assert alone.begin_pass([0, 1, 2, 3], [query_len] * 4, [0] * 4, expected)
+    for layer in range(layers):
+        selection.select(layer, query[layer])
+        alone.select(layer, query[layer])
+    found = found.unflatten(1, (-1, heads))[:, :4]
+    assert torch.equal(found[:, 3], torch.zeros_like(found[:, 3]))
+    assert torch.equal(found.sort(-1).values, expected.sort(-1).values)
+    assert (found != 0).sum() > 40

@@ -20,6 +20,7 @@ from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import DRAFT, EIGHT, SMALL
 from tests.parity.disturbing import replaced
 from tests.v2.engine import EnginesV2, speculator_of, uninformed_scheduler
+from vllm_triforce.cache.summaries import MAX_SCORE_BYTES
 
 NUM_TOKENS = 12
 ENGINES = EnginesV2()
@@ -101,12 +102,12 @@ def _memory(llm) -> dict:
     draft_layers = speculator.draft_layers.values()
     kv_bytes = sum(layer.kv_cache.nbytes for layer in speculator.target_layers.values())
     summaries = sum(summaries.num_bytes for summaries in selections.summaries.values())
-    votes = 0 if selections.in_pass is None else selections.in_pass.num_bytes
+    in_pass = selections.in_pass
+    votes = in_pass.num_bytes if hasattr(in_pass, "num_bytes") else MAX_SCORE_BYTES
     kept = {
         "proposals' distributions": parts.speculator.draft_logits.logits.nbytes,
-        "selections": selections._selected.nbytes + selections.tables.nbytes,
+        "selections": selections.tables.nbytes,
         "votes": votes,
-        "queries": parts.recorder.queries.nbytes,
         "the draft's windows": sum(layer.kv_cache.nbytes for layer in draft_layers),
         "the draft's distributions": draft._logits.nbytes,
         "the head's states": 0 if parts.hidden_states is None else parts.hidden_states.ring.nbytes,

@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from tests.conftest import Engines
 from tests.inside import worker_of
 from tests.one_process import inspect_models_here
+from vllm_triforce.config import triforce_config
 
-# Selection inside level 2's passes takes a second a pass in the interpreter. Cases name it, or all
-# have it with TRIFORCE_TEST_REFRESH=0.
-REFRESH_INTERVAL = int(os.environ.get("TRIFORCE_TEST_REFRESH", 8))
+# The kernels that select take a second a pass in the interpreter. Cases that name their policy have
+# them, or all with TRIFORCE_TEST_SELECTION_KERNELS=1; others select by the policy's score().
+HAS_KERNELS = os.environ.get("TRIFORCE_TEST_SELECTION_KERNELS") == "1"
 
 
 class EnginesV2(Engines):
@@ -24,7 +25,9 @@ class EnginesV2(Engines):
         inspect_models_here()
         # Triton's interpreter cannot run the kernel for top-k and top-p; PyTorch's is exact too.
         topk_topp_sampler.HAS_TRITON = False
-        llm = super().get(model, {"refresh_interval": REFRESH_INTERVAL, **triforce}, **arguments)
+        has_kernels = HAS_KERNELS or "selection" in triforce
+        triforce_config._PASS_KERNELS = ("retrieval",) if has_kernels else ()
+        llm = super().get(model, triforce, **arguments)
         assert worker_of(llm).use_v2_model_runner
         return llm
 

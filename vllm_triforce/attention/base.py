@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from vllm.forward_context import get_forward_context
 
-from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.summaries import BlockSummaries, QuantizedSummaries
 from vllm_triforce.selection import Summary
 from vllm_triforce.vllm_patches import swaps
@@ -61,8 +60,6 @@ class RetrievalAttention(ABC):
     Args:
         layers: vLLM's ``Attention`` layers that retrieve, in the order of the forward pass.
         builder: vLLM's metadata builder of these layers.
-        recorder: records the queries of every full pass, in the implementation that ``attach``
-            gives each layer.
         offloads: KV caches in host memory, by the name of their layer.
     """
 
@@ -70,20 +67,16 @@ class RetrievalAttention(ABC):
         self,
         layers: list,
         builder,
-        recorder: Recorder,
         offloads: Mapping[str, LayerOffload] | None = None,
     ) -> None:
-        first = layers[0]
         self.layers = layers
-        """Both runners keep summaries and queries in their order."""
+        """Both runners keep summaries in their order."""
         self._builder = builder
-        self.num_kv_heads: int = first.num_kv_heads
+        self.num_kv_heads: int = layers[0].num_kv_heads
         """Runner V2 lays out its passes by it."""
-        self.query_shape: tuple[int, int, int] = (len(layers), first.num_heads, first.head_size)
-        """(layers, heads, head_dim) of a request's queries; Runner V1 times selections by it."""
         for index, layer in enumerate(layers):
             offload = offloads.get(layer.layer_name) if offloads else None
-            self.attach(layer, index, recorder, offload)
+            self.attach(layer, index, offload)
 
     @staticmethod
     @abstractmethod
@@ -102,9 +95,7 @@ class RetrievalAttention(ABC):
         return False
 
     @abstractmethod
-    def attach(
-        self, layer, index: int, recorder: Recorder, offload: LayerOffload | None = None
-    ) -> None:
+    def attach(self, layer, index: int, offload: LayerOffload | None = None) -> None:
         """Give a layer an implementation that also takes our metadata (``replace_impl``).
 
         Args:
@@ -145,7 +136,7 @@ class RetrievalAttention(ABC):
     ) -> None:
         """Summarize blocks that became full, at most ``max_blocks`` of a request.
 
-        Runner V2 calls it before it selects.
+        Runner V2 calls it when a proposal begins.
         """
 
 

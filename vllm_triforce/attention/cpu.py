@@ -20,7 +20,6 @@ from vllm_triforce.attention.base import (
     metadata_of,
     replace_impl,
 )
-from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.key_layout import probe_key_order
 from vllm_triforce.cache.summaries import BlockSummaries
 from vllm_triforce.selection import Summary
@@ -48,10 +47,9 @@ class SparseCPUMetadata:
 
 
 class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's implementation, which also records queries and takes sparse metadata."""
+    """vLLM's implementation, which also takes sparse metadata."""
 
     layer_index: int
-    recorder: Recorder
     offload: LayerOffload | None
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
@@ -66,8 +64,6 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
             return self._forward_sparse(layer, query, kv_cache, attn_metadata, output)
         if self.offload is not None and isinstance(attn_metadata, CPUAttentionMetadata):
             kv_cache = self.offload.stage(attn_metadata.block_table, attn_metadata.seq_lens)
-        if not self.recorder.paused and isinstance(attn_metadata, CPUAttentionMetadata):
-            self.recorder.record(self.layer_index, query, attn_metadata)
         return CPUAttentionBackendImpl.forward(
             self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
         )
@@ -147,8 +143,8 @@ def sequence_rows(
 class CPURetrievalAttention(RaggedRetrievalAttention):
     """Attention over vLLM's CPU kernel, on both runners."""
 
-    def __init__(self, layers: list, builder, recorder: Recorder, offloads=None) -> None:
-        super().__init__(layers, builder, recorder, offloads)
+    def __init__(self, layers: list, builder, offloads=None) -> None:
+        super().__init__(layers, builder, offloads)
         first = layers[0]
         self._group = first.num_heads // first.num_kv_heads
         self._has_sinks = first.impl.sinks is not None
@@ -165,10 +161,8 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
             and impl.kv_sharing_target_layer_name is None
         )
 
-    def attach(self, layer, index: int, recorder: Recorder, offload=None) -> None:
-        replace_impl(
-            layer, RetrievalCPUAttentionImpl, layer_index=index, recorder=recorder, offload=offload
-        )
+    def attach(self, layer, index: int, offload=None) -> None:
+        replace_impl(layer, RetrievalCPUAttentionImpl, layer_index=index, offload=offload)
 
     def head_strides(self) -> tuple[int, int]:
         """Return the strides of head-major blocks (``cache/one_head_blocks.py``)."""

@@ -5,7 +5,6 @@ attends to any subset of blocks by a shortened block table: the first block, the
 then all blocks from the recent ones to the one being written.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,18 +27,17 @@ class Candidates:
 
 @dataclass
 class Selection:
-    """Blocks of one request that level 2 reads until the next refresh."""
+    """Blocks of one request that level 2 reads until one of its blocks fills."""
 
     blocks: torch.Tensor
     """[num_layers, num_kv_heads, num_selected], ids of the first and the selected blocks."""
     tail_start: int
     """First logical block of the tail, which is the recent blocks and all later ones."""
     full_blocks: np.ndarray
-    """Full blocks at the last refresh. A block table that differs shows a preemption."""
-    age: int = 0
-    """Full passes since the last refresh."""
+    """Full blocks when it was made. A block table that differs shows a preemption."""
     candidates: Candidates | None = None
-    """Set where the selected blocks are replaced within passes."""
+    """Chunks that passes select in the place of ``blocks`` after the first; None where the whole
+    context fits the budget."""
 
     @property
     def num_selected(self) -> int:
@@ -50,8 +48,6 @@ class RetrievalCache:
     """Selections of all speculating requests.
 
     Args:
-        refresh_interval: full passes between two selections; 0 to select inside level 2's passes,
-            some of which replace the blocks of a ``Selection`` with ``candidates``.
         head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``; head-major by default.
     """
 
@@ -61,7 +57,6 @@ class RetrievalCache:
         policy: SelectionPolicy,
         block_size: int,
         budget: RetrievalBudget,
-        refresh_interval: int,
         head_strides: tuple[int, int] | None = None,
     ) -> None:
         self.summaries = summaries
@@ -69,7 +64,6 @@ class RetrievalCache:
         self.policy = policy
         self.block_size = block_size
         self.budget = budget
-        self.refresh_interval = refresh_interval
         self._selections: dict[str, Selection] = {}
         self._is_summarised = np.zeros(summaries.num_blocks, dtype=bool)
 
@@ -94,26 +88,15 @@ class RetrievalCache:
         request_id: str,
         block_ids: np.ndarray,  # [>= num_full_blocks], the request's block table
         num_computed_tokens: int,
-        query: Callable[[], torch.Tensor],  # returns [num_layers, num_heads, head_dim]
     ) -> Selection:
-        """Return the request's selection, refreshed when due; ``query`` is called only then."""
+        """Return the request's selection, made anew where a block filled or was replaced."""
         num_full = num_computed_tokens // self.block_size
         selection = self._selections.get(request_id)
-        if selection is not None:
-            selection.age += 1
-            num_seen = len(selection.full_blocks)
-            is_due = selection.age >= self.refresh_interval
-            if self.refresh_interval == 0:
-                is_due = num_full > num_seen
-            is_preempted = num_seen > num_full or not np.array_equal(
-                selection.full_blocks, block_ids[:num_seen]
-            )
-            if not (is_due or is_preempted):
-                return selection
         full_blocks = block_ids[:num_full].copy()
-        if self.policy.summaries:
-            self._summarise(full_blocks)
-        selection = self._selections[request_id] = self._select(full_blocks, query)
+        if selection is None or not np.array_equal(selection.full_blocks, full_blocks):
+            if self.policy.summaries:
+                self._summarise(full_blocks)
+            selection = self._selections[request_id] = self._select(full_blocks)
         return selection
 
     def _summarise(self, full_blocks: np.ndarray) -> None:
@@ -123,7 +106,7 @@ class RetrievalCache:
             self.summaries.update(ids.to(self.summaries.device))
             self._is_summarised[newly_full] = True
 
-    def _select(self, full_blocks: np.ndarray, query: Callable[[], torch.Tensor]) -> Selection:
+    def _select(self, full_blocks: np.ndarray) -> Selection:
         ids = torch.from_numpy(full_blocks.astype(np.int64)).to(self.summaries.device)
         num_layers, num_kv_heads = self.summaries.num_layers, self.summaries.num_kv_heads
         num_full = len(full_blocks)
@@ -135,15 +118,9 @@ class RetrievalCache:
         tail_start = num_full - recent
         candidates = ids[1:tail_start]
         num_selected = budget - recent - 1
-        summaries = self.summaries.gather(candidates)
-        if self.refresh_interval == 0:
-            blocks = ids[: 1 + num_selected].expand(num_layers, num_kv_heads, -1)
-            choice = Candidates(num_selected, candidates, summaries)
-            return Selection(blocks, tail_start, full_blocks, candidates=choice)
-        chosen = self.policy.select(query(), summaries, num_kv_heads, len(candidates), num_selected)
-        first = ids[:1].expand(num_layers, num_kv_heads, 1)
-        blocks = torch.cat([first, candidates[chosen]], dim=-1)
-        return Selection(blocks, tail_start, full_blocks)
+        blocks = ids[: 1 + num_selected].expand(num_layers, num_kv_heads, -1)
+        choice = Candidates(num_selected, candidates, self.summaries.gather(candidates))
+        return Selection(blocks, tail_start, full_blocks, choice)
 
     def block_table(
         self,

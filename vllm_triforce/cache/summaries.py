@@ -89,19 +89,16 @@ class QuantizedSummaries:
     def num_bytes(self) -> int:
         return self.values.numel() + SCALE_BYTES * self.scales.numel()
 
-    def slice_layers(self, start: int, stop: int) -> "QuantizedSummaries":
-        return QuantizedSummaries(self.values[start:stop], self.scales[start:stop])
-
-    def dequantize(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return summaries of blocks on all layers.
+    def dequantize(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Return summaries of blocks on a layer.
 
         Args:
             blocks: block ids of any shape, int.
 
         Returns:
-            [num_layers, num_kv_heads, *blocks.shape, head_dim], float32.
+            [num_kv_heads, *blocks.shape, head_dim], float32.
         """
-        return self.values[:, :, blocks].float() * self.scales[:, :, blocks, None]
+        return self.values[layer][:, blocks].float() * self.scales[layer][:, blocks, None]
 
     def write(self, layer: int, blocks: torch.Tensor, vectors: torch.Tensor) -> None:
         """Quantize and store the summaries of blocks of one layer.
@@ -115,6 +112,19 @@ class QuantizedSummaries:
         steps = vectors / scales.where(scales > 0, torch.ones(()))[..., None]
         self.values[layer].index_copy_(1, blocks, steps.round().to(torch.int8))
         self.scales[layer].index_copy_(1, blocks, scales)
+
+
+MAX_SCORE_BYTES = 128 << 20
+"""Bytes of summaries that a policy without kernels gathers at a time on Runner V2."""
+
+
+def rows_scored_together(num_kinds: int, max_chunks: int, num_kv_heads: int, head_dim: int) -> int:
+    """Return how many rows a policy without kernels scores at a time on Runner V2.
+
+    A row's summaries are gathered, with a temporary copy.
+    """
+    row_bytes = 4 * 2 * max(1, num_kinds) * max_chunks * num_kv_heads * head_dim
+    return max(1, MAX_SCORE_BYTES // row_bytes)
 
 
 TILE = 64

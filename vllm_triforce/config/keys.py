@@ -150,18 +150,6 @@ class Keys:
         "[One file](../CONTRIBUTING.md#a-selection-policy-in-one-file) adds another",
         change="if the lab shows that another one agrees more often",
     )
-    refresh_interval: int = _key(
-        None,
-        _LEVEL2,
-        "Full passes between two selections of chunks. 0: each layer selects inside level 2's "
-        "passes, for every 4 tokens of a proposal, with the query that is about to attend, which "
-        "misses least. On Runner V2 for `selection: retrieval` alone, and not with "
-        "`kv_offload_gib`",
-        unit="full passes",
-        low=0,
-        default_text="0; 8 where 0 is not supported",
-        change="1 to 8 for comparisons",
-    )
     level2_model: str | None = _key(
         None,
         _LEVEL2,

@@ -29,7 +29,6 @@ _LEVEL2_KEYS = (
     "level2_model",
     "retrieval_budget",
     "retrieval_recent_tokens",
-    "refresh_interval",
     "selection",
     "kv_offload_gib",
 )

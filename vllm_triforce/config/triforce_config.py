@@ -43,8 +43,13 @@ LEVEL1_KEYS += ("synthetic_level1_acceptance",)
 
 # Policies that have kernels for selection inside Runner V2's passes (kernels/pass_selection.py).
 _PASS_KERNELS = ("retrieval",)
-# refresh_interval where level 2's passes cannot select.
-_LATE_INTERVAL = 8
+
+# Keys of earlier versions: why each is gone, and what to do.
+_GONE_KEYS = {
+    "retrieval_chunk_size": "retrieval chunks are vLLM's KV blocks. Set --block-size, or leave it "
+    "out.",
+    "refresh_interval": "each layer selects inside level 2's passes. Leave it out.",
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class ResolvedConfig(Keys):
     def max_batch(self) -> int:
         """Maximum requests of a step with speculation, on Runner V2.
 
-        Larger batches are bound by arithmetic, and recording their queries takes memory.
+        Larger batches are bound by arithmetic.
         """
         return max(256, 4 * self.max_speculating_seqs)
 
@@ -131,24 +136,19 @@ class ResolvedConfig(Keys):
         return 2 * CONTEXT_SHARE * self.min_retrieval_budget
 
     @property
-    def selects_in_pass(self) -> bool:
-        """True if level 2's passes select chunks by themselves."""
-        return self.uses_level2 and self.refresh_interval == 0
-
-    @property
-    def keeps_selections(self) -> bool:
-        """True if queries of full passes select chunks, which level 2's passes then share."""
-        return self.uses_level2 and self.refresh_interval > 0
+    def has_selection_kernels(self) -> bool:
+        """True if Runner V2 has kernels for the policy."""
+        return self.policy in _PASS_KERNELS
 
     @property
     def max_growth(self) -> int:
-        """Maximum tokens by which a context grows between two selections, or two proposals."""
-        return max(1, self.refresh_interval) * (self.num_speculative_tokens + 1)
+        """Maximum tokens by which a context grows from proposal to proposal."""
+        return self.num_speculative_tokens + 1
 
     @property
     def table_width(self) -> int:
         """Maximum blocks that level 2 reads of a request: the budget and the growth after it."""
-        growth = self.max_growth + 2 * (self.num_speculative_tokens + 1) + self.gamma
+        growth = 3 * self.max_growth + self.gamma
         return self.budget.max_blocks + -(-growth // self.block_size) + 2
 
 
@@ -201,11 +201,8 @@ class TriForceConfig(Keys):
     def from_speculative_config(cls, keys: Mapping[str, Any]) -> "TriForceConfig":
         """Read the keys of a ``speculative_config``, without ``method`` and keys of the draft."""
         for key in keys:
-            if key == "retrieval_chunk_size":
-                raise ValueError(
-                    f"speculative_config key {key!r} is gone: retrieval chunks are vLLM's KV "
-                    "blocks. Set --block-size, or leave it out."
-                )
+            if key in _GONE_KEYS:
+                raise ValueError(f"speculative_config key {key!r} is gone: {_GONE_KEYS[key]}")
             if key not in KEYS:
                 near = difflib.get_close_matches(key, [*KEYS, "model"], n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known keys: {list(KEYS)}"
@@ -266,7 +263,7 @@ class TriForceConfig(Keys):
     def _with_lengths(
         self, can_adapt: bool, has_fixed_shapes: bool = False, max_num_seqs: int | None = None
     ) -> "TriForceConfig":
-        """Fill in the proposals' keys, ``refresh_interval`` and ``adaptive_keys``."""
+        """Fill in the proposals' keys and ``adaptive_keys``."""
         open_keys = {
             "context": self.min_context is None,
             "gamma": self.gamma is None and self.levels == "1,2,3",
@@ -290,7 +287,6 @@ class TriForceConfig(Keys):
             self,
             num_speculative_tokens=length,
             gamma=gamma,
-            refresh_interval=self._interval(has_fixed_shapes),
             max_slowdown=self._slowdown(adaptive_keys),
             adaptive_keys=adaptive_keys,
         )
@@ -306,22 +302,6 @@ class TriForceConfig(Keys):
                 "speculate whether they gain or lose. Leave one of them out."
             )
         return 1.0
-
-    def _interval(self, has_fixed_shapes: bool) -> int:
-        """Return ``refresh_interval``, by default 0 where level 2's passes can select."""
-        reason = ""
-        if has_fixed_shapes and self.kv_offload_gib is not None:
-            reason = "kv_offload_gib: the selected blocks would be copied within a pass"
-        elif has_fixed_shapes and self.selection not in _PASS_KERNELS:
-            reason = f"selection={self.selection!r} on Model Runner V2: no kernel scores by it"
-        if self.refresh_interval == 0 and reason:
-            raise ValueError(
-                f"refresh_interval=0 is not supported with {reason}. Use 1 or more, or leave it "
-                f"out for {_LATE_INTERVAL}."
-            )
-        if self.refresh_interval is None:
-            return _LATE_INTERVAL if reason else 0
-        return self.refresh_interval
 
     def _check_plain(self, model: str | None) -> None:
         """Check a config of plain decoding, which is for ``kv_offload_gib`` alone."""

@@ -89,14 +89,15 @@ class RetrievalPool:
 
     Each KV head has its own selected chunks, then the recent blocks and room for new tokens. A
     slot's blocks never move, so block tables depend on the slot alone. A selected block stays in
-    its place for as long as it is selected: level 2 reads selected blocks in any order.
+    its place for as long as it is selected: level 2 reads selected blocks in any order. Recent
+    blocks are copied when a proposal begins, selected ones by the layer that has selected them.
 
     Args:
         hosts: KV cache of each host layer, [num_blocks, num_kv_heads, block_size, size].
         pools: one for each host layer, [num_slots * width, num_kv_heads, block_size, size], with
             the same strides.
-        first_layer: index of the first host layer among the layers that retrieve.
-        width: blocks of a slot, selected ones and tail together.
+        tables: [num_layers, max_rows * num_kv_heads, width], int32, one-head blocks of the KV cache
+            that the rows read, of all layers that retrieve; the host layers are the last.
         head_strides: strides of one-head block ids (``cache/one_head_blocks.py``).
         max_selected: selected blocks of a row and head at most.
         counters: [len(DeviceCounter)], int64, added to; it counts blocks of one head.
@@ -106,19 +107,20 @@ class RetrievalPool:
         self,
         hosts: list[torch.Tensor],
         pools: list[torch.Tensor],
-        first_layer: int,
-        width: int,
+        tables: torch.Tensor,
         head_strides: tuple[int, int],
         max_selected: int,
         counters: torch.Tensor,
         rows: Rows,
     ) -> None:
         num_blocks, num_heads, block_size, _ = pools[0].shape
+        self.width = width = tables.shape[2]
         num_slots, device = num_blocks // width, counters.device
-        self.width = width
         self.num_layers = len(pools)
+        self.first_layer = len(tables) - len(pools)
+        """Index of the first host layer among the layers that retrieve."""
         self._rows, self._counters = rows, counters
-        self._first_layer = first_layer
+        self._wanted = tables[self.first_layer :]
         self._head_strides = per_block, per_head = head_strides
         self._max_selected = max_selected
         self._caches = hosts, pools  # keeps the memory at these addresses alive
@@ -141,23 +143,33 @@ class RetrievalPool:
         """[max_rows * (gamma + 1)], slots of level 2's tokens in the pool; -1 is padding."""
         self._scrubber = NanScrubber(pools, block_size, device)
 
-    def begin(self, tables: torch.Tensor) -> None:
-        """Copy newly selected and newly written blocks at the beginning of a proposal.
+    def begin(self) -> None:
+        """Copy newly written blocks at the beginning of a proposal."""
+        rows, (_, _, num_heads, _, width) = self._rows, self._held.shape
+        self._copy(_begin_pool_kernel, 0, self.num_layers, rows.num_rows)
+        slots = rows.column(RowColumn.SLOT).long()
+        num_exact = rows.table[:, SlotColumn.NUM_EXACT]
+        num_exact.index_copy_(0, slots, rows.computed[: rows.num_rows])
+        row_tables = self.tables.view(rows.max_rows, num_heads, width)
+        torch.index_select(self._slot_tables, 0, slots, out=row_tables[: rows.num_rows])
 
-        Args:
-            tables: [num_layers, max_rows * num_kv_heads, width], int32, one-head blocks of the KV
-                cache that the rows read.
-        """
-        rows, like = self._rows, self._caches[0][0]
-        _, num_layers, num_heads, _, width = self._held.shape
+    def copy_selected(self, host_layer: int, num_rows: int) -> None:
+        """Copy a host layer's newly selected blocks, inside a pass of ``num_rows`` rows."""
+        selected = triton.next_power_of_2(max(1, self._max_selected))
+        self._copy(_copy_selected_kernel, host_layer, 1, num_rows, SELECTED=selected)
+
+    def _copy(self, kernel, first_layer: int, num_layers: int, num_rows: int, **constants) -> None:
+        like, num_heads = self._caches[0][0], self._held.shape[2]
         block_stride, _, token_stride, _ = like.stride()
-        tables = tables[self._first_layer :]
-        grid = (num_layers, rows.num_rows, num_heads)
-        context = rows.table, rows.stride, tables, tables.stride(0), self._held, width
-        num_selected = triton.next_power_of_2(max(1, self._max_selected))
-        _place_selected_kernel[grid](*context, SELECTED=num_selected)
-        _refill_pool_kernel[grid](
-            *context,
+        kernel[(num_layers, num_rows, num_heads)](
+            self._rows.table,
+            self._rows.stride,
+            self._wanted,
+            self._wanted.stride(0),
+            self._held,
+            self.width,
+            first_layer,
+            self.num_layers,
             self._addresses,
             self._counters,
             *self._head_strides,
@@ -166,12 +178,8 @@ class RetrievalPool:
             *like.shape[2:],
             TYPE=stored_type(like.dtype),
             SIZE=triton.next_power_of_2(like.shape[3]),
+            **constants,
         )
-        slots = rows.column(RowColumn.SLOT).long()
-        num_exact = rows.table[:, SlotColumn.NUM_EXACT]
-        num_exact.index_copy_(0, slots, rows.computed[: rows.num_rows])
-        row_tables = self.tables.view(rows.max_rows, num_heads, width)
-        torch.index_select(self._slot_tables, 0, slots, out=row_tables[: rows.num_rows])
 
     def clean(self) -> None:
         """Scrub NaN from flagged rows' blocks, before other requests get the slots."""
@@ -179,64 +187,40 @@ class RetrievalPool:
         self._scrubber(self._rows, tables, None)
 
 
-@triton.jit
-def _place_selected_kernel(
-    rows_ptr,  # the row table
-    row_stride,
-    tables_ptr,  # [num_host_layers, max_rows * num_heads, width]
-    table_layer_stride,
-    held_ptr,  # [num_slots, num_host_layers, num_heads, 2, width]; block to copy there is written
-    width,
-    SELECTED: tl.constexpr,
-):
-    # held     5  9  3    blocks in the pool's places, of which 9 is not wanted any more
-    # wanted   3  7  5    in the order of the sparse table
-    # missing  -  7  -    written: the first missing block goes to the first free place
-    layer, num_layers = tl.program_id(0), tl.num_programs(0)
-    row = tl.program_id(1)
-    head, num_heads = tl.program_id(2), tl.num_programs(2)
-    row_ptr = rows_ptr + row * row_stride
-    slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
-    is_new = tl.load(row_ptr + col.REFRESH) == col.NEW_OWNER
-    num_selected = tl.load(row_ptr + col.NUM_SELECTED)
-    held = held_ptr + ((slot * num_layers + layer) * num_heads + head) * 2 * width
-    missing = held + width
-    table = tables_ptr + layer.to(tl.int64) * table_layer_stride
-    table += (row * num_heads + head) * width
-    index = tl.arange(0, SELECTED)
-    wanted = tl.load(table + index, mask=index < num_selected, other=_NOTHING)
-    is_held = tl.zeros([SELECTED], dtype=tl.int32)
-    for start in range(0, num_selected, _CHUNK):
-        place = start + tl.arange(0, _CHUNK)
-        mask = (place < num_selected) & (is_new == 0)
-        held_block = tl.load(held + place, mask=mask, other=_NOTHING)
-        same = (held_block[:, None] == wanted[None, :]) & (held_block[:, None] != _NOTHING)
-        is_held = tl.maximum(is_held, tl.max(same.to(tl.int32), axis=0))
-    # The n-th missing block goes to the n-th place whose block is not wanted.
-    is_missing = (index < num_selected) & (is_held == 0)
-    nth_missing = tl.where(is_missing, tl.cumsum(is_missing.to(tl.int32), axis=0), 0)
-    num_free = 0
-    for start in range(0, num_selected, _CHUNK):
-        place = start + tl.arange(0, _CHUNK)
-        mask = (place < num_selected) & (is_new == 0)
-        held_block = tl.load(held + place, mask=mask, other=_NOTHING)
-        same = (held_block[:, None] == wanted[None, :]) & (held_block[:, None] != _NOTHING)
-        is_free = (place < num_selected) & (tl.max(same.to(tl.int32), axis=1) == 0)
-        nth = num_free + tl.cumsum(is_free.to(tl.int32), axis=0)
-        num_free += tl.sum(is_free.to(tl.int32))
-        is_target = is_free[:, None] & (nth[:, None] == nth_missing[None, :])
-        block = tl.sum(tl.where(is_target, wanted[None, :], 0), axis=1)
-        tl.store(missing + place, tl.where(is_free, block, _NOTHING), mask=place < num_selected)
+class PooledSelection:
+    """Selection in passes over the pool: a host layer's selected blocks are copied there.
+
+    Args:
+        selection: selects the blocks of any layer.
+    """
+
+    def __init__(self, selection, pool: RetrievalPool, query_len: int) -> None:
+        self._selection, self._pool = selection, pool
+        self._query_len = query_len
+
+    def select(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [num_rows * query_len, num_heads, head_dim]
+    ) -> torch.Tensor | None:
+        """Select as ``LayerSelection`` does (``attention/base.py``), and copy."""
+        by_head = self._selection.select(layer, query)
+        if layer >= self._pool.first_layer:
+            num_rows = len(query) // self._query_len
+            self._pool.copy_selected(layer - self._pool.first_layer, num_rows)
+        return by_head
 
 
 @triton.jit
-def _refill_pool_kernel(
+def _copy_selected_kernel(
     rows_ptr,  # the row table
     row_stride,
     tables_ptr,  # [num_host_layers, max_rows * num_heads, width], one-head blocks in host memory
     table_layer_stride,
-    held_ptr,  # [num_slots, num_host_layers, num_heads, 2, width], as written above; updated
+    held_ptr,  # [num_slots, num_host_layers, num_heads, 2, width]; updated
     width,
+    first_layer,  # of this launch
+    num_layers,  # host layers
     addresses_ptr,  # [2, num_host_layers], int64, of caches in host memory and pools
     counters_ptr,  # [num_counters], added to
     per_block,
@@ -247,17 +231,89 @@ def _refill_pool_kernel(
     token_size,
     TYPE: tl.constexpr,
     SIZE: tl.constexpr,
+    SELECTED: tl.constexpr,
+):
+    # held     5  9  3    blocks in the pool's places, of which 9 is not wanted any more
+    # wanted   3  7  5    in the order of the sparse table
+    # missing  -  7  -    written: the first missing block goes to the first free place
+    layer = first_layer + tl.program_id(0)
+    row = tl.program_id(1)
+    head, num_heads = tl.program_id(2), tl.num_programs(2)
+    row_ptr = rows_ptr + row * row_stride
+    slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
+    num_selected = tl.load(row_ptr + col.NUM_SELECTED)
+    held = held_ptr + ((slot * num_layers + layer) * num_heads + head) * 2 * width
+    missing = held + width
+    table = tables_ptr + layer.to(tl.int64) * table_layer_stride
+    table += (row * num_heads + head) * width
+    index = tl.arange(0, SELECTED)
+    wanted = tl.load(table + index, mask=index < num_selected, other=_NOTHING)
+    is_held = tl.zeros([SELECTED], dtype=tl.int32)
+    for start in range(0, num_selected, _CHUNK):
+        place = start + tl.arange(0, _CHUNK)
+        held_block = tl.load(held + place, mask=place < num_selected, other=_NOTHING)
+        same = (held_block[:, None] == wanted[None, :]) & (held_block[:, None] != _NOTHING)
+        is_held = tl.maximum(is_held, tl.max(same.to(tl.int32), axis=0))
+    # The n-th missing block goes to the n-th place whose block is not wanted.
+    is_missing = (index < num_selected) & (is_held == 0)
+    nth_missing = tl.where(is_missing, tl.cumsum(is_missing.to(tl.int32), axis=0), 0)
+    num_free = 0
+    for start in range(0, num_selected, _CHUNK):
+        place = start + tl.arange(0, _CHUNK)
+        mask = place < num_selected
+        held_block = tl.load(held + place, mask=mask, other=_NOTHING)
+        same = (held_block[:, None] == wanted[None, :]) & (held_block[:, None] != _NOTHING)
+        is_free = mask & (tl.max(same.to(tl.int32), axis=1) == 0)
+        nth = num_free + tl.cumsum(is_free.to(tl.int32), axis=0)
+        num_free += tl.sum(is_free.to(tl.int32))
+        is_target = is_free[:, None] & (nth[:, None] == nth_missing[None, :])
+        block = tl.sum(tl.where(is_target, wanted[None, :], 0), axis=1)
+        tl.store(missing + place, tl.where(is_free, block, _NOTHING), mask=mask)
+    tl.debug_barrier()  # the blocks below are read by other threads
+    host = tl.load(addresses_ptr + layer).to(tl.pointer_type(TYPE))
+    pool = tl.load(addresses_ptr + num_layers + layer).to(tl.pointer_type(TYPE))
+    for index in range(0, num_selected):
+        block = tl.load(missing + index)
+        if block != _NOTHING:
+            source = host + block.to(tl.int64) * one_head_stride
+            place = (slot * width + index) * per_block + head * per_head
+            target = pool + place * one_head_stride
+            _copy_block(target, source, token_stride, block_size, token_size, SIZE)
+            tl.store(held + index, block)
+    _count_blocks(counters_ptr, num_selected, num_free, block_size * token_size, TYPE)
+
+
+@triton.jit
+def _begin_pool_kernel(
+    rows_ptr,  # the row table
+    row_stride,
+    tables_ptr,  # [num_host_layers, max_rows * num_heads, width], one-head blocks in host memory
+    table_layer_stride,
+    held_ptr,  # [num_slots, num_host_layers, num_heads, 2, width]; updated
+    width,
+    first_layer,  # 0
+    num_layers,
+    addresses_ptr,  # [2, num_host_layers], int64, of caches in host memory and pools
+    counters_ptr,  # [num_counters], added to
+    per_block,
+    per_head,
+    one_head_stride,
+    token_stride,
+    block_size,
+    token_size,
+    TYPE: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     # A slot's places with 3 selected blocks, blocks of 16, 195 tokens and the tail from block 10:
     #     place   0 1 2      3   4   5          6 ... width - 1
     #     block   selected   10  11  12         none: level 2 writes its own tokens there
     #                                (partly filled, so copied again next time)
-    layer, num_layers = tl.program_id(0), tl.num_programs(0)
+    layer = first_layer + tl.program_id(0)
     row = tl.program_id(1)
     head, num_heads = tl.program_id(2), tl.num_programs(2)
     row_ptr = rows_ptr + row * row_stride
     slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
-    is_new = tl.load(row_ptr + col.REFRESH) == col.NEW_OWNER
+    is_new = tl.load(row_ptr + col.OWNER) == col.NEW_OWNER
     computed = tl.load(row_ptr + col.COMPUTED)
     tail = tl.load(row_ptr + col.TAIL)
     num_selected = tl.load(row_ptr + col.NUM_SELECTED)
@@ -267,33 +323,53 @@ def _refill_pool_kernel(
     table = tables_ptr + layer.to(tl.int64) * table_layer_stride
     table += (row * num_heads + head) * width
     held = held_ptr + ((slot * num_layers + layer) * num_heads + head) * 2 * width
-    missing = held + width
-    token = tl.arange(0, _TOKENS)[:, None]
-    element = tl.arange(0, SIZE)[None, :]
     num_used = num_selected + tl.maximum(tl.cdiv(computed, block_size) - tail, 0)
     num_used = tl.minimum(num_used, width)
     num_copied = 0
-    for index in range(0, num_used):
-        in_tail = index >= num_selected
+    for index in range(num_selected, num_used):
         logical = tail + index - num_selected
-        wanted = tl.load(tl.where(in_tail, table + index, missing + index))
+        wanted = tl.load(table + index)
         is_changed = is_new | (logical >= first_changed) | (tl.load(held + index) != wanted)
-        if tl.where(in_tail, is_changed, wanted != _NOTHING):
+        if is_changed:
             source = host + wanted.to(tl.int64) * one_head_stride
             block = (slot * width + index) * per_block + head * per_head
             target = pool + block * one_head_stride
-            for start in range(0, block_size, _TOKENS):
-                within = (start + token) * token_stride + element
-                mask = (start + token < block_size) & (element < token_size)
-                tl.store(target + within, tl.load(source + within, mask=mask), mask=mask)
-            is_partial = in_tail & ((logical + 1) * block_size > computed)
+            _copy_block(target, source, token_stride, block_size, token_size, SIZE)
+            is_partial = (logical + 1) * block_size > computed
             tl.store(held + index, tl.where(is_partial, _NOTHING, wanted))
             num_copied += 1
-    # The places that level 2 writes to hold no block of the host.
+    # The places that level 2 writes to hold no block of the host, and a new owner's hold none yet.
+    first_empty = tl.where(is_new, 0, num_used)
     for first in range(0, width, _TOKENS):
         place = first + tl.arange(0, _TOKENS)
-        tl.store(held + place, _NOTHING, mask=(place >= num_used) & (place < width))
+        is_empty = (place >= first_empty) & ((place < num_selected) | (place >= num_used))
+        tl.store(held + place, _NOTHING, mask=is_empty & (place < width))
+    num_tail = num_used - num_selected
+    _count_blocks(counters_ptr, num_tail, num_copied, block_size * token_size, TYPE)
+
+
+@triton.jit
+def _copy_block(
+    target,
+    source,
+    token_stride,
+    block_size,
+    token_size,
+    SIZE: tl.constexpr,
+):
+    """Copy a block of one head, ``block_size`` tokens of ``token_size`` elements."""
+    token = tl.arange(0, _TOKENS)[:, None]
+    element = tl.arange(0, SIZE)[None, :]
+    for start in range(0, block_size, _TOKENS):
+        within = (start + token) * token_stride + element
+        mask = (start + token < block_size) & (element < token_size)
+        tl.store(target + within, tl.load(source + within, mask=mask), mask=mask)
+
+
+@triton.jit
+def _count_blocks(counters_ptr, num_used, num_copied, block_elements, TYPE: tl.constexpr):
+    """Count blocks that level 2 reads from the pool, and those of them that were copied."""
     tl.atomic_add(counters_ptr + count.NUM_POOL_BLOCKS, num_used.to(tl.int64))
     tl.atomic_add(counters_ptr + count.NUM_POOL_HITS, (num_used - num_copied).to(tl.int64))
-    num_bytes = num_copied * block_size * token_size * (TYPE.primitive_bitwidth // 8)
+    num_bytes = num_copied * block_elements * (TYPE.primitive_bitwidth // 8)
     tl.atomic_add(counters_ptr + count.NUM_POOL_BYTES, num_bytes.to(tl.int64))

@@ -1,10 +1,7 @@
-"""Retrieval: summaries of full blocks, scores of chunks, and level 2's block tables.
+"""Retrieval: summaries of full blocks, and level 2's block tables.
 
-Each is one launch for all layers, heads and requests. Summaries are kept by block id, so scoring
-gathers no keys.
+Each is one launch for all layers, heads and requests.
 """
-
-from collections.abc import Mapping
 
 import torch
 from vllm.triton_utils import tl, triton
@@ -13,8 +10,6 @@ from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.selection import Summary
-
-_CHUNKS = tl.constexpr(64)  # of a program
 
 
 class KeyPointers:
@@ -129,118 +124,18 @@ def _chunk_summaries_kernel(
     tl.store(out, steps.to(tl.int8), mask=dims < HEAD_DIM)
 
 
-def score_chunks(
-    queries: torch.Tensor,  # [num_layers, num_rows, num_heads, head_dim]
-    query_rows: torch.Tensor,  # [num_reqs], int32, each request's row of queries
-    summaries: Mapping[Summary, QuantizedSummaries],
-    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
-    num_chunks: torch.Tensor,  # [num_reqs], int32, chunks before the tail
-    max_chunks: int,  # columns of the result
-) -> torch.Tensor:  # [num_reqs, num_layers, num_kv_heads, max_chunks], float32
-    """Score chunks by products of queries and mean keys, as ``selection/retrieval.py`` does.
-
-    With several query heads to a KV head, each votes with its softmax over the candidates. Chunks
-    that are no candidates (the first, and all from the tail on) have -inf.
-    """
-    means = summaries[Summary.MEAN]
-    num_layers, _, num_heads, head_dim = queries.shape
-    num_kv_heads, num_reqs = means.values.shape[1], len(tables)
-    group = num_heads // num_kv_heads
-    scores = torch.empty(
-        (num_reqs, num_layers, num_heads, max_chunks), dtype=torch.float32, device=queries.device
-    )
-    num_parts = triton.cdiv(max_chunks, _CHUNKS.value)
-    _chunk_scores_kernel[(num_reqs * num_parts, num_kv_heads, num_layers)](
-        queries,
-        queries.stride(0),
-        query_rows,
-        means.values,
-        means.scales,
-        means.scales.shape[2],
-        tables,
-        tables.stride(0),
-        num_chunks,
-        scores,
-        max_chunks,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=triton.next_power_of_2(head_dim),
-    )
-    if group == 1:
-        return scores
-    votes = torch.softmax(scores.unflatten(2, (num_kv_heads, group)), -1).sum(3)
-    places = torch.arange(max_chunks, device=votes.device)
-    candidates = (places > 0) & (places < num_chunks[:, None])
-    return votes.masked_fill_(~candidates[:, None, None], float("-inf"))
-
-
-@triton.jit(do_not_specialize=["max_chunks"])
-def _chunk_scores_kernel(
-    queries_ptr,  # [num_layers, num_rows, num_heads, head_dim]
-    query_layer_stride,
-    query_rows_ptr,  # [num_reqs]
-    means_ptr,  # [num_layers, num_kv_heads, num_blocks, head_dim]
-    mean_scales_ptr,  # [num_layers, num_kv_heads, num_blocks]
-    num_blocks,
-    tables_ptr,  # [num_reqs, width]
-    table_stride,
-    num_chunks_ptr,  # [num_reqs]
-    scores_ptr,  # [num_reqs, num_layers, num_heads, num_chunks]
-    max_chunks,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):
-    # A program scores _CHUNKS chunks of a row for one KV head and layer, by each query head of its
-    # group. With 3 parts a row, program 5 is the last part of row 1.
-    num_parts = tl.cdiv(max_chunks, _CHUNKS)
-    row = (tl.program_id(0) // num_parts).to(tl.int64)
-    kv_head = tl.program_id(1).to(tl.int64)
-    layer = tl.program_id(2).to(tl.int64)
-    num_kv_heads, num_layers = tl.num_programs(1), tl.num_programs(2)
-    chunks = tl.program_id(0) % num_parts * _CHUNKS + tl.arange(0, _CHUNKS)
-    # The first chunk is always read, and needs no score.
-    is_candidate = (chunks > 0) & (chunks < tl.load(num_chunks_ptr + row))
-    blocks = tl.load(tables_ptr + row * table_stride + chunks, mask=is_candidate, other=0)
-    dims = tl.arange(0, PADDED_DIM)
-    places = (layer * num_kv_heads + kv_head) * num_blocks + blocks
-    means = tl.load(
-        means_ptr + places[:, None] * HEAD_DIM + dims[None, :],
-        mask=is_candidate[:, None] & (dims[None, :] < HEAD_DIM),
-        other=0,
-    ).to(tl.float32)
-    scales = tl.load(mean_scales_ptr + places, mask=is_candidate, other=0.0)
-    if GROUP > 1:
-        scales *= HEAD_DIM**-0.5
-    query_row = queries_ptr + layer * query_layer_stride
-    query_row += tl.load(query_rows_ptr + row).to(tl.int64) * num_kv_heads * GROUP * HEAD_DIM
-    for member in tl.static_range(GROUP):
-        head = kv_head * GROUP + member
-        query = tl.load(query_row + head * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-        query = query.to(tl.float32)
-        score = tl.sum(means * query[None, :], axis=1) * scales
-        score = tl.where(is_candidate, score, float("-inf"))
-        place = ((row * num_layers + layer) * num_kv_heads * GROUP + head) * max_chunks
-        tl.store(scores_ptr + place + chunks, score, mask=chunks < max_chunks)
-
-
 def build_sparse_tables(
     out: torch.Tensor,  # [num_layers, max_rows * num_kv_heads, width], int32, written
-    selected: torch.Tensor | None,  # [num_slots, num_layers, num_kv_heads, max_selected], int32
     rows: Rows,
     tables: torch.Tensor,  # [num_rows, table_width], int32, block tables
     head_strides: tuple[int, int],  # see cache/one_head_blocks.py
 ) -> None:
-    """Build each table from the selected blocks and the tail: recent blocks and all after them.
-
-    Without ``selected``, the first blocks are in their place until a pass selects others.
-    """
+    """Build each table from as many first blocks as passes select, and the tail: recent blocks and
+    all after them."""
     num_layers, num_seqs, width = out.shape
     _sparse_tables_kernel[(len(tables), num_seqs // rows.max_rows, num_layers)](
         out,
         out.stride(0),
-        tables if selected is None else selected,
-        0 if selected is None else selected.shape[3],
         rows.table,
         rows.stride,
         tables,
@@ -255,8 +150,6 @@ def build_sparse_tables(
 def _sparse_tables_kernel(
     out_ptr,  # [num_layers, max_rows * num_kv_heads, width]
     out_layer_stride,
-    selected_ptr,  # [num_slots, num_layers, num_kv_heads, max_selected]
-    max_selected,  # 0 if nothing is selected yet
     table_ptr,
     row_stride,
     tables_ptr,  # [num_rows, table_width]
@@ -269,22 +162,17 @@ def _sparse_tables_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2).to(tl.int64)
-    num_heads, num_layers = tl.num_programs(1), tl.num_programs(2)
+    num_heads = tl.num_programs(1)
     row_ptr = table_ptr + row * row_stride
     num_selected = tl.load(row_ptr + col.NUM_SELECTED)
     tail_start = tl.load(row_ptr + col.TAIL)
     num_blocks = tl.load(row_ptr + col.NUM_BLOCKS)
-    slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
-    selected = selected_ptr + ((slot * num_layers + layer) * num_heads + head) * max_selected
-    if max_selected == 0:
-        selected = tables_ptr + row * table_stride
     out = out_ptr + layer * out_layer_stride + (row * num_heads + head) * width
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        is_selected = column < num_selected
-        logical = tail_start + column - num_selected
-        in_tail = (column >= num_selected) & (logical < num_blocks)
-        block = tl.load(selected + column, mask=is_selected, other=0)
-        block += tl.load(tables_ptr + row * table_stride + logical, mask=in_tail, other=0)
+        skipped = tl.where(column < num_selected, 0, tail_start - num_selected)
+        logical = column + skipped
+        is_allocated = logical < num_blocks
+        block = tl.load(tables_ptr + row * table_stride + logical, mask=is_allocated, other=0)
         # Columns past the allocated blocks hold vLLM's null block, which no sequence reaches.
         tl.store(out + column, block * per_block + head * per_head, mask=column < width)

@@ -24,7 +24,7 @@ class RowColumn(IntEnum):
     BATCH_ROW = 0  # the row's place in the runner's batch
     STATE = 1  # its place in the runner's tensors
     SLOT = 2  # its place in buffers that last from proposal to proposal
-    REFRESH = 3  # a Refresh
+    OWNER = 3  # an Owner
     RESERVED = 4  # tokens that its allocated blocks hold
     LIMIT = 5  # length at which the request ends
     WINDOW_START = 6  # index of the first recent token in level 1's window
@@ -48,7 +48,7 @@ class StateColumn(IntEnum):
     NUM_SELECTED = 19  # blocks that level 2 reads before the tail
     SKIPPED = 20  # tokens before the tail that level 2 does not read
     NUM_BLOCKS = 21  # allocated blocks
-    FIRST_NEWLY_FULL = 22  # first block that became full since the last selection
+    FIRST_NEWLY_FULL = 22  # first block that became full since the last proposal by level 2
     LAST_NEWLY_FULL = 23  # the end of these blocks, exclusive
     NUM_DRAFTED = 24  # tokens that level 1 drafted in this round
     NUM_ACCEPTED = 25  # of these, the tokens that level 2 accepted
@@ -65,10 +65,9 @@ class StateColumn(IntEnum):
 class SlotColumn(IntEnum):
     """Columns of the row table whose row is a slot."""
 
-    KEPT_TAIL = 34  # first block of the tail, when the selection was made
-    KEPT_FULL = 35  # full blocks, when the selection was made
-    DISABLED = 36  # not 0: logits had a NaN, and the owner is not speculated on any more
-    NUM_EXACT = 37  # tokens up to which the tail in the pool of host layers is exact
+    SUMMARIZED = 34  # full blocks, when level 2 last proposed
+    DISABLED = 35  # not 0: logits had a NaN, and the owner is not speculated on any more
+    NUM_EXACT = 36  # tokens up to which the tail in the pool of host layers is exact
 
 
 class OutcomeColumn(IntEnum):
@@ -80,16 +79,15 @@ class OutcomeColumn(IntEnum):
     LEVEL1_REJECTED = 3  # rounds in which level 2 rejected a token
 
 
-class Refresh(IntEnum):
-    """State of a row's selection: kept, due, or unused."""
+class Owner(IntEnum):
+    """Whose level 2's part of a row's slot was before this proposal."""
 
-    NOT_DUE = 0
-    DUE = 1
-    NEW_OWNER = 2  # due, and the slot's selection was another request's
-    UNUSED = 3  # level 2 takes no part: no selection is read or made
+    UNUSED = 0  # level 2 takes no part
+    SAME_OWNER = 1
+    NEW_OWNER = 2  # another request's
 
 
-_ENUMS = (RowColumn, StateColumn, SlotColumn, OutcomeColumn, Refresh)
+_ENUMS = (RowColumn, StateColumn, SlotColumn, OutcomeColumn, Owner)
 globals().update({m.name: tl.constexpr(int(m)) for names in _ENUMS for m in names})
 NUM_ROW_COLUMNS = len(RowColumn) + len(StateColumn) + len(SlotColumn)
 DRAFTED = tl.constexpr(NUM_ROW_COLUMNS)  # a row's first draft

@@ -200,7 +200,7 @@ def _init_rows_kernel(
     if row < num_rows:
         state = tl.load(row_ptr + col.STATE)
         slot_ptr = table_ptr + tl.load(row_ptr + col.SLOT) * row_stride
-        refresh = tl.load(row_ptr + col.REFRESH)
+        owner = tl.load(row_ptr + col.OWNER)
         reserved = tl.load(row_ptr + col.RESERVED)
         limit = tl.load(row_ptr + col.LIMIT)
         computed = tl.load(num_computed_ptr + state).to(tl.int32)
@@ -214,20 +214,15 @@ def _init_rows_kernel(
         num_full = computed // block_size
         # The group with the fewest tokens may have smaller blocks.
         num_blocks = tl.cdiv(reserved, block_size)
-        num_at_selection = num_full
-        if refresh == col.UNUSED:
+        if owner == col.UNUSED:
             tail = num_full
-        elif refresh != col.NOT_DUE:
-            tail = tl.maximum(num_full - recent_blocks, 0)
-            first = tl.where(refresh == col.NEW_OWNER, 0, tl.load(slot_ptr + col.KEPT_FULL))
-            last = num_full
-            tl.store(slot_ptr + col.KEPT_TAIL, tail)
-            tl.store(slot_ptr + col.KEPT_FULL, num_full)
         else:
-            tail = tl.load(slot_ptr + col.KEPT_TAIL)
-            num_at_selection = tl.load(slot_ptr + col.KEPT_FULL)
+            tail = tl.maximum(num_full - recent_blocks, 0)
+            first = tl.where(owner == col.NEW_OWNER, 0, tl.load(slot_ptr + col.SUMMARIZED))
+            last = num_full
+            tl.store(slot_ptr + col.SUMMARIZED, num_full)
         # RetrievalBudget.of()
-        budget = tl.minimum(tl.maximum(num_at_selection // _SHARE, min_budget), max_budget)
+        budget = tl.minimum(tl.maximum(num_full // _SHARE, min_budget), max_budget)
         selected = tl.minimum(tail, tl.maximum(budget - recent_blocks, 0))
         rounds = tl.load(row_ptr + col.MAX_ROUNDS)
         room = tl.minimum(tl.load(row_ptr + col.MAX_TOKENS), reserved - computed)
@@ -241,7 +236,7 @@ def _init_rows_kernel(
         # The first pass of level 1 reads one token more, which must be in its window.
         before_window = tl.load(limits_ptr + 8) * tl.load(row_ptr + col.WINDOW_START)
         is_ready = is_ready & (computed - before_window >= num_speculative_tokens)
-        is_ready = is_ready & ((reach <= width) | (refresh == col.UNUSED))
+        is_ready = is_ready & ((reach <= width) | (owner == col.UNUSED))
         is_ready = is_ready & (tl.load(slot_ptr + col.DISABLED) == 0)
         room = tl.where(is_ready & (rounds > 0), tl.maximum(room, 0), 0)
     tl.store(row_ptr + col.COMPUTED, computed)

@@ -1,12 +1,10 @@
 """Rows of Model Runner V1's batch as the speculator's input, and limits of their proposals."""
 
 from collections.abc import Container, Mapping
-from functools import partial
 
 import numpy as np
 import torch
 
-from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.limits import (
     decodes_plainly,
@@ -27,13 +25,11 @@ class RunnerBatch:
         self,
         runner,
         config: ResolvedConfig,
-        recorder: QueryRecorder,
         disabled: Container[str],
         device: torch.device,
     ) -> None:
         self._runner = runner
         self._config = config
-        self._recorder = recorder
         self._disabled = disabled
         self._device = device
 
@@ -102,14 +98,12 @@ class RunnerBatch:
         requests = self._runner.requests
         return [requests[i].mrope_position_delta if i in requests else 0 for i in request_ids]
 
-    def draft_batch(
-        self, rows, computed, max_lens, num_rejected, sampled, counts, metadata
-    ) -> DraftBatch:
+    def draft_batch(self, rows, computed, max_lens, sampled, counts, metadata) -> DraftBatch:
         """Build the speculator's input for ``rows``.
 
         Args:
-            computed, max_lens, num_rejected: computed tokens, maximum length of the proposal, and
-                rejected tokens, for every row of the batch.
+            computed, max_lens: computed tokens and maximum length of the proposal, for every row
+                of the batch.
             sampled, counts: token ids of the step, and the number of valid ones, for every row.
             metadata: vLLM's ``SamplingMetadata``.
         """
@@ -143,7 +137,6 @@ class RunnerBatch:
                 [table.block_table.np[row, : table.num_blocks_per_row[row]] for row in rows]
                 for table in input_batch.block_table.block_tables
             ],
-            queries=[partial(self._recorder.last_accepted, row, num_rejected[row]) for row in rows],
             sampling=self.sampling(rows, params, metadata),
             num_plain_reqs=sum(map(bool, counts)) - len(rows),
             is_greedy=list(map(is_greedy, params)),

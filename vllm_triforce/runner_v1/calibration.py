@@ -317,16 +317,9 @@ class Calibration:
             # The tables must reach as far as the longest pass that is measured.
             max_num_tokens=[self._length + 1] * num_rows,
             block_tables=tables,
-            queries=[self._query] * num_rows,
             sampling=SamplingRows(torch.zeros(num_rows, device=self._device)),
         )
         return batch, Proposal.empty(num_rows)
-
-    def _query(self) -> torch.Tensor:
-        """Make a request's queries, [layers, heads, head_dim], for level 2's selection."""
-        assert self._retrieval is not None
-        shape, dtype = self._retrieval.attention.query_shape, self._vllm_config.model_config.dtype
-        return torch.zeros(shape, dtype=dtype, device=self._device)
 
 
 def broadcast_from_first_rank(value):

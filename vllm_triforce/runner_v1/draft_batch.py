@@ -1,6 +1,6 @@
 """Input and output of Runner V1's speculator: requests to speculate on, and their proposals."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,9 +26,6 @@ class DraftBatch:
     """Longest proposal that fits the lookahead slots; at least 1."""
     block_tables: list[list[np.ndarray]]
     """Allocated block ids per KV cache group and request."""
-    queries: list[Callable[[], torch.Tensor]]
-    """Each returns [num_layers, num_heads, head_dim], level 3's query of the last accepted
-    token."""
     sampling: SamplingRows
     logits_processors: list[LogitsProcessing | None] = field(default_factory=list)
     """None for requests that change no logits; empty if none does."""
@@ -89,7 +86,6 @@ class DraftBatch:
             pick(self.num_computed_tokens),
             max_num_tokens,
             [pick(tables) for tables in self.block_tables],
-            pick(self.queries),
             self.sampling.take(rows),
             pick(self.logits_processors) if self.logits_processors else [],
         )

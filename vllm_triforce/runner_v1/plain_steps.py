@@ -24,7 +24,6 @@ class PlainSteps:
     """Wraps the runner's ``execute_model``, ``sample_tokens`` and ``_sample``.
 
     Args:
-        recorder: records the full pass's queries, which a plain step does not need.
         on_new_blocks: called with the blocks that a step will overwrite, by KV cache group, if
             level 2 has summaries of blocks.
         on_finished: called after the runner has removed finished requests.
@@ -36,14 +35,12 @@ class PlainSteps:
         self,
         runner,
         controller: Controller,
-        recorder,
         on_new_blocks: Callable[[tuple[list[int], ...]], None] | None,
         on_finished: Callable[[], None],
         on_states: Callable[[Any, Sequence], None] | None = None,
     ) -> None:
         self._runner = runner
         self._controller = controller
-        self._recorder = recorder
         self._on_new_blocks = on_new_blocks
         self._on_finished = on_finished
         self._on_states = on_states
@@ -95,7 +92,6 @@ class PlainSteps:
         )
         has_no_room = not scheduler_output.num_spec_tokens_to_schedule
         is_plain = not self._scheduled_drafts and (backoff.is_resting or is_prefill or has_no_room)
-        self._recorder.paused = is_plain
         if is_plain:
             swaps.SPECULATIVE_CONFIG.set(self._runner, None)
         output = self._execute_model(scheduler_output, *args, **kwargs)
@@ -130,7 +126,6 @@ class PlainSteps:
 
     def _restore(self) -> None:
         swaps.SPECULATIVE_CONFIG.set(self._runner, self._speculative_config)
-        self._recorder.paused = False
 
     def _note_changes(self, scheduler_output) -> bool:
         """Report new and finished requests to the controller.

@@ -1,6 +1,5 @@
 """Level 2: the target, or its copy, over the retrieval cache (paper, section 4.2)."""
 
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +9,6 @@ from vllm.platforms import current_platform
 
 from vllm_triforce.attention.base import RaggedRetrievalAttention
 from vllm_triforce.attention.platforms import platform_for
-from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
@@ -67,12 +65,12 @@ class RetrievalLevel:
         return request_id in self.cache
 
     def begin(self, batch: DraftBatch) -> None:
-        """Refresh due selections and lay out the block tables of the whole proposal."""
+        """Summarize full blocks, and lay out the block tables of the whole proposal."""
         blocks = batch.block_tables[self._sparse_group]
         selections = [
-            self.cache.selection(request_id, table, num_computed, query)
-            for request_id, table, num_computed, query in zip(
-                batch.request_ids, blocks, batch.num_computed_tokens, batch.queries
+            self.cache.selection(request_id, table, num_computed)
+            for request_id, table, num_computed in zip(
+                batch.request_ids, blocks, batch.num_computed_tokens
             )
         ]
         max_seq_lens = [n + m for n, m in zip(batch.num_computed_tokens, batch.max_num_tokens)]
@@ -176,32 +174,27 @@ def build_level2(
     block_sizes: list[int],
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[RetrievalLevel, QueryRecorder, ResolvedConfig]:
+) -> tuple[RetrievalLevel, ResolvedConfig]:
     """Build level 2 over the target's KV cache; its groups are those of ``group_layers()``.
 
     Returns:
-        Level 2, the recorder of the full pass's queries, and ``config`` fitted to the KV blocks of
-        the layers that retrieve.
+        Level 2, and ``config`` fitted to the KV blocks of the layers that retrieve.
     """
     attention_class = ragged_attention()
     groups, layers, builder = group_layers(
         kv_cache_config, attn_groups, block_sizes, target_layers, attention_class
     )
     config = fit_blocks(config, retrieval_block_size(groups))
-    # Passes of level 2 that select by their own queries need none of the full passes.
-    min_context = config.min_context if config.keeps_selections else sys.maxsize
-    recorder = QueryRecorder(len(layers), config.num_speculative_tokens + 1, min_context)
-    attention = attention_class(layers, builder, recorder)
+    attention = attention_class(layers, builder)
     policy = POLICIES[config.policy]()
     cache = RetrievalCache(
         allocate_summaries(policy, layers, dtype, device, attention.block_summaries()),
         policy,
         block_size=config.block_size,
         budget=config.budget,
-        refresh_interval=config.refresh_interval,
         head_strides=attention.head_strides(),
     )
-    return RetrievalLevel(level2_model, groups, attention, cache, device), recorder, config
+    return RetrievalLevel(level2_model, groups, attention, cache, device), config
 
 
 def ragged_attention() -> type[RaggedRetrievalAttention]:

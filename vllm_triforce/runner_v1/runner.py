@@ -5,7 +5,6 @@ calls ``prepare_next_token_ids_padded``, ``prepare_inputs_padded`` and ``propose
 sampler gets the draft distributions from ``runner_v1/draft_probs.py``.
 """
 
-import sys
 import time
 from collections.abc import Container, Sequence
 from functools import partial
@@ -17,7 +16,6 @@ from vllm.logger import init_logger
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
-from vllm_triforce.attention.query_recorder import QueryRecorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import HEAD_SOURCE, SOURCES
 from vllm_triforce.controller import Controller, CostModel, Measurements
@@ -103,7 +101,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         self.backoff = speculator.controller.backoff
         self._draft_probs = DraftProbsStore(self.counters.add_boundary_fault)
         self._batch = RunnerBatch(
-            self._runner, self.config, self._recorder, speculator.disabled_requests, self.device
+            self._runner, self.config, speculator.disabled_requests, self.device
         )
         swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
         head = speculator.level1.sources.get(HEAD_SOURCE)
@@ -122,7 +120,6 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         self._steps = PlainSteps(
             self._runner,
             speculator.controller,
-            self._recorder,
             on_new_blocks=on_new_blocks,
             on_finished=self._forget_finished,
             on_states=None if self._states is None else partial(self._add_states, self._states),
@@ -132,9 +129,8 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         """Build the levels over vLLM's KV cache, and their controller."""
         vllm_config, config = self.vllm_config, self.config
         model_config, level2 = vllm_config.model_config, None
-        self._recorder = QueryRecorder(0, config.num_speculative_tokens + 1, sys.maxsize)
         if config.uses_level2:
-            level2, self._recorder, config = build_level2(
+            level2, config = build_level2(
                 config,
                 self.level2_model,
                 self.target_layers,
@@ -182,7 +178,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             self._num_blocks,
             None if self._adapters is None else self._adapters.before_pass,
         )
-        with self._recorder.without_recording(), torch.inference_mode():
+        with torch.inference_mode():
             return calibration.run()
 
     def held_requests(self) -> dict[str, int]:
@@ -269,11 +265,10 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         if rows:
             start = time.perf_counter()
             batch = self._batch.draft_batch(
-                rows, computed, max_lens, num_rejected, sampled, counts, sampling_metadata
+                rows, computed, max_lens, sampled, counts, sampling_metadata
             )
             try:
-                with self._recorder.without_recording():
-                    proposal = self.speculator.propose(batch)
+                proposal = self.speculator.propose(batch)
             finally:
                 if self._adapters is not None and not self.level2_model.is_copy:
                     self._adapters.restore()

@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_triforce.attention.platforms import platform_for
-from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.core.kv_groups import group_layers
 from vllm_triforce.core.messages import blocks_kept
@@ -97,7 +96,7 @@ class PlainAdapterV2(BaseAdapterV2):
         )
         names = [layer.layer_name for layer in layers]
         host_layers = offload.host_layers(names, 0, self._counts.sums)
-        attention_class(layers, builder, Recorder(), host_layers)
+        attention_class(layers, builder, host_layers)
 
     def warm_up(self) -> None:
         """Reset the counters, which vLLM's warm-up requests have moved."""

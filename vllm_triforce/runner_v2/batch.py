@@ -79,12 +79,8 @@ class Slot:
 
     index: int
     is_new: bool = True
-    age: int = 0
-    """Proposals since the last selection."""
-    selected_at: int = 0
-    """Upper bound of the request's tokens at the last selection."""
-    selected_before: int = 0
-    """Upper bound of the request's tokens at the selection before that."""
+    summarized_tokens: int = 0
+    """Upper bound of the request's tokens at level 2's last proposal."""
     window_start: int = 0
     """Index of the first recent token in level 1's window."""
     first_known: int = 0

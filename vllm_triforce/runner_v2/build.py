@@ -6,8 +6,6 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_triforce.attention.platforms import platform_for
-from vllm_triforce.attention.query_recorder import StaticQueryRecorder
-from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.config.synthetic import rates_by_place
@@ -69,7 +67,6 @@ class SpeculatorPartsV2:
         )
         num_tokens = config.num_speculative_tokens
         self.rows = Rows(self.num_slots, num_tokens, config.gamma, vocab_size, limits, device)
-        self.recorder = _query_recorder(config, runner, layers, model_config.dtype)
         self.tables = [
             torch.zeros_like(table.gpu[: self.num_slots])
             for table in runner.block_tables.block_tables
@@ -168,13 +165,11 @@ class SpeculatorPartsV2:
             names = [layer.layer_name for layer in layers]
             host_layers = offload.host_layers(names, self.num_slots * config.table_width, sums)
         attention_class = platform_for(current_platform).retrieval()
-        attention = attention_class(layers, builder, self.recorder, host_layers)
+        attention = attention_class(layers, builder, host_layers)
         selections = SelectionsV2(
             config,
             attention,
-            self.recorder.queries,
             layers[0].kv_cache.shape[0],
-            layers[0].num_kv_heads,
             self.rows,
             self.tables[next(i for i, g in enumerate(groups) if g.sparse_layer_names)],
         )
@@ -185,10 +180,9 @@ class SpeculatorPartsV2:
             pool = RetrievalPool(
                 [layer.host for layer in host_layers.values()],
                 [layer.pool for layer in host_layers.values() if layer.pool is not None],
-                len(layers) - len(host_layers),
-                selections.width,
+                selections.tables,
                 attention.head_strides(),
-                selections.max_selected,
+                config.max_selected_blocks,
                 sums,
                 self.rows,
             )
@@ -218,22 +212,3 @@ def _grouped_layers(adapter: BaseAdapterV2, runner, kv_cache_config):
     return group_layers(
         kv_cache_config, runner.attn_groups, block_sizes, adapter.target_layers, retrieval
     )
-
-
-def _query_recorder(
-    config: ResolvedConfig, runner, layers: list, dtype: torch.dtype
-) -> StaticQueryRecorder:
-    """Make the recorder of the full pass's queries in ``layers``, which retrieve."""
-    recorder = StaticQueryRecorder(
-        len(layers),
-        runner.input_buffers.query_start_loc,
-        config.max_batch if config.keeps_selections else 0,
-        layers[0].num_heads if layers else 0,
-        layers[0].head_size if layers else 0,
-        config.num_speculative_tokens + 1,
-        config.min_context,
-        dtype,
-    )
-    # Passes of level 2 that select by their own queries need none of the full passes.
-    recorder.paused = not config.keeps_selections
-    return recorder

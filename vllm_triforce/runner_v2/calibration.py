@@ -311,7 +311,7 @@ def warm_up_proposals(
     for request_id in list(built.slots):
         built.slots.release(request_id)
     adapters = nullcontext() if built.adapters is None else built.adapters.with_dummy_adapters()
-    with built.recorder.without_recording(), built.speculator.without_counting(), adapters:
+    with built.speculator.without_counting(), adapters:
         if is_gpu:
             calibration.warm_up()
         return calibration.run() if measures else None

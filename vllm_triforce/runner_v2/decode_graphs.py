@@ -8,13 +8,8 @@ and proposals differ in length. Both need graphs, or a step takes longer than st
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.math_utils import next_power_of_2, round_up
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
-from vllm.v1.worker.gpu.cudagraph_utils import (
-    BatchExecutionDescriptor,
-    CudaGraphManager,
-    ModelCudaGraphManager,
-)
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from vllm_triforce.attention.query_recorder import StaticQueryRecorder
 from vllm_triforce.vllm_patches import swaps
 
 # Tokens of passes that verify drafts. Up to _MAX_WEIGHT_BOUND_TOKENS a pass takes as long as
@@ -132,47 +127,3 @@ def choose_decode_graphs(runner) -> None:
         serve_any_mix(manager)
     thin_decode_graphs(manager)
     add_plain_decode_graphs(manager)
-
-
-class _WithoutRecording(CudaGraphManager):
-    """Layer between vLLM's two manager classes, where each graph's forward function is created."""
-
-    recorder: StaticQueryRecorder
-
-    def capture(self, create_forward_fn, *args, **kwargs) -> None:
-        def create(desc, warmup: bool):
-            forward = create_forward_fn(desc, warmup)
-            if desc.uniform_token_count != 1:
-                return forward
-
-            def forward_unrecorded(mode) -> None:
-                with self.recorder.without_recording():
-                    forward(mode)
-
-            return forward_unrecorded
-
-        super().capture(create, *args, **kwargs)
-
-    def dispatch(self, num_reqs, num_tokens, uniform_token_count, *args, **kwargs):
-        if uniform_token_count == 1 and self.recorder.is_recording:
-            uniform_token_count = None
-        return super().dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
-
-
-class PlainGraphsWithoutRecording(ModelCudaGraphManager, _WithoutRecording):
-    """Captures plain decode graphs without query recording.
-
-    If a selection follows a step of single tokens, as before a request's first proposal, the batch
-    takes a graph for any mix of lengths, or piecewise graphs.
-    """
-
-
-def disable_recording_in_plain_graphs(runner, recorder: StaticQueryRecorder) -> None:
-    """Replace the runner's manager, before graphs are captured."""
-    manager = runner.cudagraph_manager
-    if manager is None or manager.decode_query_len == 1 or not _captures_decode_passes(manager):
-        return
-    replacement = PlainGraphsWithoutRecording.__new__(PlainGraphsWithoutRecording)
-    # Shared state: vLLM's other references to the manager see the captured graphs.
-    replacement.__dict__ = swaps.CUDAGRAPH_MANAGER.set(runner, replacement).__dict__
-    replacement.recorder = recorder

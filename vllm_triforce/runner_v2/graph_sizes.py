@@ -55,9 +55,9 @@ def num_graphs(
         len(round_sizes(max_rows, capture_limit)),
         len(pass_sizes(max_rows, capture_limit)),
     )
-    # Where passes select, there are rounds with and without selection. The graphs of logits are not
+    # There are rounds with and without selection. The graphs of logits are not
     # counted: they have a few dozen kernels, where a pass has hundreds.
-    level2 = {"level 2 rounds": rounds * (1 + config.selects_in_pass), "level 2 passes": passes}
+    level2 = {"level 2 rounds": 2 * rounds, "level 2 passes": passes}
     if num_lora_cases:
         level2 = {"level 2 passes": num_lora_cases * (rounds + passes)}
     if not config.uses_level2:

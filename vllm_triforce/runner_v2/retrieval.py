@@ -7,13 +7,13 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_triforce.attention.base import RetrievalAttention
+from vllm_triforce.attention.base import LayerSelection, RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.core.models import Level2Model
 from vllm_triforce.kernels.draw import Distributions, LevelLogits
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
-from vllm_triforce.kernels.row_table import Refresh
+from vllm_triforce.kernels.row_table import Owner
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext, Slot
 from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass, graphed_rounds
@@ -156,12 +156,18 @@ class RetrievalLevelV2:
         self._has_adapters = adapters is not None
         # A round is two graphs: the pass, with or without the launches that select, and its logits,
         # by the kind of sampling.
-        self._selection = selections.in_pass
+        self._in_pass = selections.in_pass
+        if pool is not None and selections.in_pass is not None:
+            from vllm_triforce.kernels.offload import PooledSelection
+
+            self._in_pass = PooledSelection(selections.in_pass, pool, rows.gamma + 1)
+        self._selection: LayerSelection | None = self._in_pass
         parts = SamplingV2(True), [self.model_pass], context
-        self._passes = {True: GraphedRound(self._run_pass, *parts, "level 2 round")}
-        if selections.in_pass is not None:
-            name = "level 2 round without selection"
-            self._passes[False] = GraphedRound(self._run_without_selection, *parts, name)
+        name = "level 2 round"
+        self._passes = {
+            True: GraphedRound(self._run_pass, *parts, name),
+            False: GraphedRound(self._run_without_selection, *parts, f"{name} without selection"),
+        }
         self._logits = graphed_rounds(self._compute_logits, [], context, "level 2 logits")
 
     def _dense_layers(self, tables: list[torch.Tensor]) -> list[DenseLayers]:
@@ -192,16 +198,16 @@ class RetrievalLevelV2:
             for graphed_round in (*self._passes.values(), *self._logits.values()):
                 graphed_round.capture(mode)
 
-    def begin(self, batch: BatchV2, slots: list[Slot], refreshes: list[Refresh]) -> None:
-        """Begin a proposal: activate adapters and refresh selections."""
+    def begin(self, batch: BatchV2, slots: list[Slot], owners: list[Owner]) -> None:
+        """Begin a proposal: activate adapters and lay out the rows' block tables."""
         self.model_pass.begin(batch.request_ids)
         if batch.position_deltas is not None:
             deltas = np.repeat(batch.position_deltas, self.model_pass.inputs.query_len)
             on_device = async_tensor_h2d(deltas, self._context.device, torch.int64)
             self.model_pass.inputs.position_deltas[: len(deltas)].copy_(on_device)
-        self.selections.refresh(batch, batch.tables[self._sparse_group], slots, refreshes)
+        self.selections.begin(batch, batch.tables[self._sparse_group], slots, owners)
         if self.pool is not None:
-            self.pool.begin(self.selections.tables)
+            self.pool.begin()
 
     def forward(self, sampling: SamplingV2, may_select: bool = True) -> LevelLogits:
         """Return logits after each row's newest token and each draft, ``gamma + 1`` places.
@@ -211,7 +217,7 @@ class RetrievalLevelV2:
         Args:
             may_select: False if no row selects chunks in this pass.
         """
-        self._passes.get(may_select, self._passes[True])(sampling)
+        self._passes[may_select](sampling)
         best, top, *masked = self._logits[sampling.kind](sampling)
         distributions = None if sampling.all_greedy else Distributions(*masked)
         return LevelLogits(best, top, distributions)
@@ -221,7 +227,7 @@ class RetrievalLevelV2:
         try:
             return self._run_pass(sampling)
         finally:
-            self._selection = self.selections.in_pass
+            self._selection = self._in_pass
 
     def _run_pass(self, sampling: SamplingV2) -> tuple[()]:
         rows = self._rows

@@ -22,7 +22,6 @@ from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
 from vllm_triforce.runner_v2.batch import BatchReader, RequestFlags
 from vllm_triforce.runner_v2.build import SpeculatorPartsV2
 from vllm_triforce.runner_v2.calibration import warm_up_proposals
-from vllm_triforce.runner_v2.decode_graphs import disable_recording_in_plain_graphs
 from vllm_triforce.runner_v2.graph_sizes import num_graphs
 from vllm_triforce.runner_v2.rejection import replace_rejection_sampler
 from vllm_triforce.runner_v2.reports import Reports
@@ -155,7 +154,6 @@ class RunnerAdapterV2(BaseAdapterV2):
         self._flags = RequestFlags(self._runner.max_num_reqs)
         self._runner.sampler.logits_processors.append(self._flags)
         replace_rejection_sampler(self._runner, built.speculator.draft_logits)
-        disable_recording_in_plain_graphs(self._runner, built.recorder)
         self._routes = Routes(self.config, built, self._flags)
         self._reader = BatchReader(self._runner, self._flags, built.logits_processing, built.tables)
         self._is_allocated = True
@@ -286,7 +284,7 @@ class RunnerAdapterV2(BaseAdapterV2):
         speculator = self.built.speculator
         for route, plans in routes.items():
             batch = self._reader.read(input_batch, plans, num_sampled, last_sampled)
-            with self.built.recorder.without_recording(), self._reports.timing(route):
+            with self._reports.timing(route):
                 speculator.propose(route, batch, draft_tokens)
             self._has_proposal[batch.states] = True
             self._reports.add(batch.request_ids, self.built.rows.outcomes[: len(batch)])
@@ -316,9 +314,6 @@ class RunnerAdapterV2(BaseAdapterV2):
             self.built.slots.release(request_id)
         if self.built.adapters is not None:
             self.built.adapters.begin_step(scheduler_output.scheduled_spec_decode_tokens)
-        # Only level 2 selects, by queries of the full pass before it.
-        routes = {HIERARCHICAL} if self.plan is None else self.plan.routes
-        self.built.recorder.expect(selection=HIERARCHICAL in routes)
         self._reports.begin_step(None if self.plan is None else self.plan.number)
 
     def end_step(self, output):

@@ -22,7 +22,7 @@ from vllm_triforce.kernels.proposals import (
     export_distributions,
     extend_proposals,
 )
-from vllm_triforce.kernels.row_table import Refresh, RowColumn, stack_columns
+from vllm_triforce.kernels.row_table import Owner, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.metrics.counters import LevelCounters, PartTimes
@@ -132,7 +132,7 @@ class SpeculatorV2(Observer):
         """Extend proposals by the source's drafts, ``gamma`` tokens a round."""
         rows, slots = self.context.rows, self.context.take_slots(batch.request_ids)
         source.begin(batch, slots)
-        init_rows(self.context, batch, slots, [Refresh.UNUSED] * len(batch))
+        init_rows(self.context, batch, slots, [Owner.UNUSED] * len(batch))
         for round_number in range(int(batch.max_num_rounds.max())):
             source.draft(batch, rows, is_first=round_number == 0)
             distributions = source.distributions
@@ -162,7 +162,7 @@ class SpeculatorV2(Observer):
 
 
 def init_rows(
-    context: ProposalContext, batch: BatchV2, slots: list[Slot], refreshes: list[Refresh]
+    context: ProposalContext, batch: BatchV2, slots: list[Slot], owners: list[Owner]
 ) -> None:
     """Send the rows' metadata to the device, which computes how much each may propose."""
     rows = context.rows
@@ -173,7 +173,7 @@ def init_rows(
             RowColumn.BATCH_ROW: batch.batch_rows,
             RowColumn.STATE: batch.states,
             RowColumn.SLOT: [slot.index for slot in slots],
-            RowColumn.REFRESH: refreshes,
+            RowColumn.OWNER: owners,
             RowColumn.RESERVED: batch.reserved_tokens,
             RowColumn.LIMIT: np.minimum(batch.max_lens, np.iinfo(np.int32).max),
             RowColumn.WINDOW_START: [slot.window_start for slot in slots],
@@ -214,11 +214,13 @@ class LevelsV2:
     def begin(self) -> None:
         batch = self._batch
         slots = self._context.take_slots(batch.request_ids)
-        refreshes = self._level2.selections.schedule_refresh(slots, batch.max_computed_tokens)
+        owners = [Owner.NEW_OWNER if slot.is_new else Owner.SAME_OWNER for slot in slots]
+        for slot in slots:
+            slot.is_new = False
         if self._level1 is not None:
             self._level1.begin(batch, slots)
-        init_rows(self._context, batch, slots, refreshes)
-        self._level2.begin(batch, slots, refreshes)
+        init_rows(self._context, batch, slots, owners)
+        self._level2.begin(batch, slots, owners)
 
     def unfinished(self) -> Rows | None:
         if self._num_rounds == self._batch.max_num_rounds.max():

@@ -32,10 +32,10 @@ Summaries = Mapping[Summary, torch.Tensor]
 class SelectionPolicy(ABC):
     """Scores retrieval chunks; level 2 reads the best.
 
-    Inside a pass of level 2 it scores a layer's chunks with the queries of all tokens of a request,
-    between passes all layers' with those of the newest accepted token. The first chunk (the
-    attention sink) and the recent chunks are always read. Both runners and the lab use the same
-    class. Scores can lower acceptance and never change output.
+    Inside a pass of level 2 it scores a layer's chunks with the query of a request's newest settled
+    token. The first chunk (the attention sink) and the recent chunks are always read. Both runners
+    and the lab use the same class. Scores can lower acceptance and never change output. CUDA
+    graphs hold ``score`` on Runner V2, so it must not wait for the device.
     """
 
     name: ClassVar[str]
@@ -47,7 +47,7 @@ class SelectionPolicy(ABC):
     @abstractmethod
     def score(
         self,
-        query: torch.Tensor,  # [..., num_kv_heads, group, head_dim]; in a pass, group per token
+        query: torch.Tensor,  # [..., num_kv_heads, group, head_dim]
         summaries: Summaries,  # the policy's kinds, [..., num_kv_heads, num_chunks, head_dim]
         num_chunks: int,  # chunks in the order of the context
     ) -> torch.Tensor:  # [..., num_kv_heads, group or 1, num_chunks]
@@ -95,17 +95,3 @@ class SelectionPolicy(ABC):
         if scores.shape[-2] == 1:
             return scores.squeeze(-2)
         return (scores.float() * head_dim**-0.5).softmax(-1).sum(-2)
-
-    def select(
-        self,
-        query: torch.Tensor,  # [num_layers, num_heads, head_dim]
-        summaries: Summaries,  # by kind [num_layers, num_kv_heads, num_chunks, head_dim]
-        num_kv_heads: int,
-        num_chunks: int,
-        num_selected: int,
-    ) -> torch.Tensor:  # [num_layers, num_kv_heads, num_selected], indices of chunks
-        """Select the best ``num_selected <= num_chunks`` chunks of each layer and KV head."""
-        grouped = query.unflatten(1, (num_kv_heads, -1))
-        scores = self.checked_score(grouped, summaries, num_chunks)
-        votes = self.votes(scores, query.shape[-1])
-        return votes.topk(num_selected, dim=-1, sorted=False).indices

@@ -11,7 +11,7 @@ class QuestPolicy(SelectionPolicy):
     Mechanism: chunks with the largest upper bound of a query's product with any of their keys, by
     the minimum and maximum of each head dimension; the query heads of a group vote together.
     Paper: arXiv 2406.10774 (ICML 2024), section 3.3, which selects for each query.
-    Parameters: ``budget``, ``chunk_size``, ``recent_tokens``, ``refresh_interval``.
+    Parameters: ``budget``, ``chunk_size``, ``recent_tokens``.
     """
 
     name = "quest"

@@ -11,7 +11,7 @@ class RetrievalPolicy(SelectionPolicy):
     Mechanism: chunks whose mean key has the largest product with a query; the query heads of a
     group vote together.
     Paper: arXiv 2404.11912, section 4.2, which selects once, after the prompt.
-    Parameters: ``budget``, ``chunk_size``, ``recent_tokens``, ``refresh_interval``.
+    Parameters: ``budget``, ``chunk_size``, ``recent_tokens``.
     """
 
     name = "retrieval"

@@ -11,7 +11,7 @@ class StreamingPolicy(SelectionPolicy):
     Mechanism: the first chunk, and the newest tokens for all the rest of the budget, at their
     absolute positions.
     Paper: arXiv 2309.17453, which closes the gap between positions and has a sink of 4 tokens.
-    Parameters: ``budget``, ``chunk_size`` (the sink is one chunk), ``refresh_interval``.
+    Parameters: ``budget``, ``chunk_size`` (the sink is one chunk).
     """
 
     name = "streaming"

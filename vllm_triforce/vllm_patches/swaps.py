@@ -61,7 +61,6 @@ HEAD_LAYERS = Swap("hf_config of an EAGLE-3 head.eagle_aux_hidden_state_layer_id
 NUM_HEAD_LAYERS = Swap("hf_config of an EAGLE-3 head.num_aux_hidden_states", is_new=True)
 DRAFT_TOKENS_HANDLER = Swap("GPUModelRunner (V2).draft_tokens_handler")
 VARLEN_DECODE = Swap("CudaGraphManager (V2).varlen_decode")
-CUDAGRAPH_MANAGER = Swap("GPUModelRunner (V2).cudagraph_manager")
 STRUCTURED_OUTPUTS = Swap("GPUModelRunner (V2).structured_outputs_worker")
 GRAMMAR_CONFIG = Swap("StructuredOutputManager.vllm_config")
 GRAMMAR_MASKS = Swap("StructuredOutputManager._grammar_bitmask")

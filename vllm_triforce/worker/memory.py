@@ -2,7 +2,7 @@
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_triforce.cache.summaries import SCALE_BYTES, num_vote_numbers
+from vllm_triforce.cache.summaries import MAX_SCORE_BYTES, SCALE_BYTES, num_vote_numbers
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.runner_v2.graph_sizes import MAX_ROWS
 from vllm_triforce.selection import POLICIES
@@ -16,7 +16,7 @@ def buffer_bytes(
 ) -> dict[str, int]:
     """Return the bytes of buffers whose size does not depend on the KV cache, by purpose.
 
-    All but the queries are sized for ``max_speculating_seqs`` requests. CUDA's own memory of graphs
+    All are sized for ``max_speculating_seqs`` requests. CUDA's own memory of graphs
     is not included (``BaseAdapterV2.graph_bytes``).
 
     Args:
@@ -52,19 +52,16 @@ def _selection_bytes(layers: dict, config: ResolvedConfig, vllm_config) -> dict[
         return {}
     first = next(iter(layers.values()))
     num_layers, num_kv_heads, num_heads = len(layers), first.num_kv_heads, first.num_heads
-    max_seqs = vllm_config.scheduler_config.max_num_seqs
-    seqs = min(max_seqs, config.max_speculating_seqs)
-    selected = query_reqs = pass_numbers = 0
-    if config.keeps_selections:
-        selected, query_reqs = config.max_selected_blocks, min(max_seqs, config.max_batch)
-    if config.selects_in_pass:
+    seqs = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
+    pass_bytes = 0
+    if config.uses_level2:
         max_blocks = -(-vllm_config.model_config.max_model_len // config.block_size)
-        pass_numbers = num_vote_numbers(max_blocks, num_heads, num_kv_heads)
-    query_bytes = num_layers * num_heads * first.head_size * _itemsizes(vllm_config)[0]
+        pass_bytes = MAX_SCORE_BYTES  # of a policy without kernels, in graphs
+        if config.has_selection_kernels:
+            pass_bytes = 4 * seqs * num_vote_numbers(max_blocks, num_heads, num_kv_heads)
     return {
-        "selections": 4 * seqs * num_layers * num_kv_heads * (selected + config.table_width),
-        "votes": 4 * seqs * pass_numbers,
-        "queries": query_reqs * query_bytes,
+        "selections": 4 * seqs * num_layers * num_kv_heads * config.table_width,
+        "votes": pass_bytes,
     }
 
 
@@ -102,7 +99,7 @@ def summary_bytes_per_kv_byte(layers: dict, config: ResolvedConfig, vllm_config)
     # that selects in passes has a copy of its context's summaries.
     summary = dim + SCALE_BYTES
     if not vllm_config.use_v2_model_runner:
-        summary = dim * itemsize * (1 + config.selects_in_pass)
+        summary = 2 * dim * itemsize
     return kinds * summary / (2 * config.block_size * dim * cache_itemsize)
 
 

@@ -79,7 +79,6 @@ METHODS: dict[str, Method] = {
     "triforce:retrieval": _triforce("retrieval only", True, levels="2,3"),
     "triforce:fp8": _triforce("all levels, level 2 in fp8", True, level2_model="fp8"),
     "triforce:streaming": _triforce("streaming for retrieval", True, selection="streaming"),
-    "triforce:refresh8": _triforce("selection every 8 full passes", True, refresh_interval=8),
 }
 
 

@@ -128,7 +128,6 @@ def measure_context(
             budget=replay.sizes.budget,
             chunk_size=replay.sizes.chunk_size,
             recent_tokens=replay.sizes.recent_tokens,
-            refresh_interval=replay.sizes.refresh_interval,
             context=trace.start,
             stretch=context.stretch,
             replayed_tokens=len(trace.replayed),

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -27,8 +26,6 @@ class Sizes:
         budget: tokens read, the first chunk and the recent ones included.
         chunk_size: tokens that are kept or dropped together; unused by policies by token.
         recent_tokens: newest tokens, always kept; None is level 2's default.
-        refresh_interval: full passes between two selections, as at level 2; 0 to select in its
-            passes.
         tokens_per_pass: tokens of a full pass: 7 is six accepted ones and the bonus token.
 
     Raises:
@@ -38,7 +35,6 @@ class Sizes:
     budget: int = 4096
     chunk_size: int = 32
     recent_tokens: int | None = None
-    refresh_interval: int = 0
     tokens_per_pass: int = 7
     retrieval_budget: RetrievalBudget = field(init=False)
 
@@ -46,7 +42,6 @@ class Sizes:
         config = TriForceConfig(
             retrieval_budget=self.budget,
             retrieval_recent_tokens=self.recent_tokens,  # type: ignore[arg-type]  # None: default
-            refresh_interval=self.refresh_interval,
         ).resolve(self.chunk_size, is_exact=True)
         object.__setattr__(self, "recent_tokens", config.retrieval_recent_tokens)
         object.__setattr__(self, "retrieval_budget", config.budget)
@@ -117,11 +112,8 @@ class TopK(LabPolicy):
 class ChunkedPolicy(LabPolicy):
     """A policy that serves: first chunk, selected chunks, and everything from the recent chunks on.
 
-    ``cache/retrieval_cache.py``, which serves requests, selects chunks before full passes of the
-    replay, every ``refresh_interval`` passes, with the newest query that the full pass has seen.
-    Between two selections the read tokens grow, as at level 2. At an interval of 0,
-    ``cache/pass_selection.py`` selects for every ``TOKENS_PER_SELECTION`` tokens after a full pass,
-    by the first one's query.
+    ``cache/retrieval_cache.py`` and ``cache/pass_selection.py``, which serve requests, select for
+    every ``TOKENS_PER_SELECTION`` tokens after a full pass of the replay, by the first one's query.
     """
 
     selection: ClassVar[type[SelectionPolicy]]
@@ -131,9 +123,8 @@ class ChunkedPolicy(LabPolicy):
         cache = self._cache(layer, kv_head)
         logical_blocks = np.arange(layer.num_tokens // sizes.chunk_size + 1, dtype=np.int32)
         for row in range(0, layer.num_replayed, sizes.tokens_per_pass):
-            # The full pass has computed all tokens before this one; queries[:, row] is its newest.
-            newest = partial(layer.queries[None, layer.heads(kv_head)].select, 2, row)
-            selected = cache.selection("replay", logical_blocks, layer.start + row, newest)
+            # The full pass has computed all tokens before this one.
+            selected = cache.selection("replay", logical_blocks, layer.start + row)
             is_kept = keep.new_zeros(len(logical_blocks))
             is_kept[selected.tail_start :] = True
             pass_rows = range(row, min(row + sizes.tokens_per_pass, layer.num_replayed))
@@ -161,9 +152,7 @@ class ChunkedPolicy(LabPolicy):
         summaries = ChunkSummaries(
             policy.summaries, *shape, keys.dtype, keys.device, [block_summaries]
         )
-        return RetrievalCache(
-            summaries, policy, sizes.chunk_size, sizes.retrieval_budget, sizes.refresh_interval
-        )
+        return RetrievalCache(summaries, policy, sizes.chunk_size, sizes.retrieval_budget)
 
 
 def _select_in_pass(

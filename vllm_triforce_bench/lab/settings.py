@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 
 from vllm_triforce_bench.lab.copies import NO_COPY, SCHEMES
 from vllm_triforce_bench.lab.policies import POLICIES, Full, Sizes
@@ -17,10 +17,9 @@ VARIED = {
     "depth": ("context", "context, tokens"),
     "chunk": ("chunk_size", "chunk size, tokens"),
     "recent": ("recent_tokens", "recent tokens"),
-    "refresh": ("refresh_interval", "refresh interval, full passes"),
 }
 """Field of the rows that each experiment varies, and its name in tables."""
-_SIZES = ("context", "chunk_size", "recent_tokens", "refresh_interval", "tokens_per_pass")
+_SIZES = ("context", "chunk_size", "recent_tokens", "tokens_per_pass")
 _REPLAYS = ("text", "greedy", "sample")
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -92,14 +91,6 @@ class LabSettings:
         (0.05, 0.125, 0.25, 0.5, 0.75),
         "shares of the budget for the newest, in the recent experiment",
     )
-    refresh_interval: int = _option(
-        NonNegativeInt, 0, "full passes between two selections, but for that experiment"
-    )
-    refresh_intervals: Sequence[int] = _option(
-        NonNegativeInt,
-        (0, 1, 2, 4, 8, 16, 32),
-        "full passes between two selections, in the refresh experiment",
-    )
     tokens_per_pass: int = _option(PositiveInt, 7, "tokens that a full pass moves on by")
     replay: str = _option(str, "text", "replay the text's own tokens, or the target's", _REPLAYS)
     replay_tokens: int = _option(PositiveInt, 128, "tokens replayed in each stretch")
@@ -157,7 +148,6 @@ class LabSettings:
                 "depth": self.contexts,
                 "chunk": self.chunk_sizes,
                 "recent": sorted({max(1, count) * self.chunk_size for count in counts}),
-                "refresh": self.refresh_intervals,
             }
             for value in values[experiment]:
                 point = {name: getattr(self, name) for name in _SIZES}

@@ -5,7 +5,6 @@ import torch
 from vllm_triforce.attention.base import DraftAttention
 from vllm_triforce.attention.gpu.impl import attach
 from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformStarts
-from vllm_triforce.attention.query_recorder import Recorder
 
 
 class GPUDraftAttention(DraftAttention):
@@ -21,7 +20,7 @@ class GPUDraftAttention(DraftAttention):
                     f"draft layer {layer_name!r} has ALiBi or attention sinks, which level 1's "
                     "window does not fit; use another draft"
                 )
-            attach(layer, 0, Recorder())  # records no queries
+            attach(layer, 0)
 
     def uniform(
         self,

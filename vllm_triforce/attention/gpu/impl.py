@@ -7,7 +7,6 @@ import torch
 from vllm_triforce.attention.base import LayerOffload, metadata_of, replace_impl
 from vllm_triforce.attention.gpu.backends import backend_of, kernel_for, key_and_value
 from vllm_triforce.attention.gpu.paged_kernels import PagedKernel, PagedSequences, SparseSequences
-from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ class _RetrievalImpl(ImplBase):
     """
 
     layer_index: int
-    recorder: Recorder
     offload: LayerOffload | None
     kernel: PagedKernel
 
@@ -59,8 +57,6 @@ class _RetrievalImpl(ImplBase):
             exact = torch.empty(output.shape, dtype=query.dtype, device=output.device)
             self._forward_paged(layer, query, kv_cache, attn_metadata, exact)
             return _quantize(exact, output_scale, output)
-        if attn_metadata is not None:
-            self.recorder.record(self.layer_index, query, attn_metadata)
         return super().forward(
             layer,
             query,
@@ -120,9 +116,7 @@ def _quantize(
     return output.copy_((exact.float() / scale).clamp(bounds.min, bounds.max))
 
 
-def attach(
-    layer, layer_index: int, recorder: Recorder, offload: LayerOffload | None = None
-) -> None:
+def attach(layer, layer_index: int, offload: LayerOffload | None = None) -> None:
     """Replace a layer's implementation by a subclass of it, with the same settings.
 
     Args:
@@ -145,4 +139,4 @@ def attach(
         )
     attributes = {"kernel": staticmethod(kernel_for(layer.impl, layer.kv_cache.dtype))}
     subclass = type(f"Retrieval{impl_cls.__name__}", (_RetrievalImpl, impl_cls), attributes)
-    replace_impl(layer, subclass, layer_index=layer_index, recorder=recorder, offload=offload)
+    replace_impl(layer, subclass, layer_index=layer_index, offload=offload)

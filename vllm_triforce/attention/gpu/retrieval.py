@@ -8,7 +8,6 @@ from vllm_triforce.attention.base import LayerSelection, RetrievalAttention
 from vllm_triforce.attention.gpu.backends import backend_of, key_and_value, supported_backends
 from vllm_triforce.attention.gpu.impl import attach
 from vllm_triforce.attention.gpu.paged_kernels import SparseSequences, UniformStarts
-from vllm_triforce.attention.query_recorder import Recorder
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.kernels.retrieval import KeyPointers, update_chunk_summaries
@@ -21,8 +20,8 @@ _KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
 class GPURetrievalAttention(RetrievalAttention):
     """Attention over vLLM's paged kernels, called without a backend's metadata."""
 
-    def __init__(self, layers: list, builder, recorder: Recorder, offloads=None) -> None:
-        super().__init__(layers, builder, recorder, offloads)
+    def __init__(self, layers: list, builder, offloads=None) -> None:
+        super().__init__(layers, builder, offloads)
         self._keys: KeyPointers | None = None
         self._starts = UniformStarts()
 
@@ -45,8 +44,8 @@ class GPURetrievalAttention(RetrievalAttention):
             for backend in supported_backends()
         )
 
-    def attach(self, layer, index: int, recorder: Recorder, offload=None) -> None:
-        attach(layer, index, recorder, offload)
+    def attach(self, layer, index: int, offload=None) -> None:
+        attach(layer, index, offload)
 
     def head_strides(self) -> tuple[int, int]:
         """Return the first layer's strides: all layers are laid out alike."""
