@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parity.disturbing import replaced
 
 # What stages layers, what fills level 2's pool, and means of chunks: kernels.
-KERNELS = {"_stage_blocks_kernel", "_refill_pool_kernel", "_chunk_summaries_kernel"}
+KERNELS = {"_stage_blocks_kernel", "_chunk_summaries_kernel"}
+KERNELS |= {"_begin_pool_kernel", "_copy_selected_kernel"}
 # And vLLM's own that writes new keys and values there.
 OPERATORS = {"_C.cpu_attn_reshape_and_cache"}
 # What gives memory as it lies there, and the types that addresses are kept in.

@@ -120,15 +120,16 @@ class RetrievalPool:
         self.first_layer = len(tables) - len(pools)
         """Index of the first host layer among the layers that retrieve."""
         self._rows, self._counters = rows, counters
-        self._wanted = tables[self.first_layer :]
+        self.wanted = tables[self.first_layer :]
+        """[num_layers, max_rows * num_kv_heads, width], one-head blocks that the rows read."""
         self._head_strides = per_block, per_head = head_strides
         self._max_selected = max_selected
         self._caches = hosts, pools  # keeps the memory at these addresses alive
         addresses = [[cache.data_ptr() for cache in caches] for caches in self._caches]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
-        # By slot, layer and head: the blocks that the pool holds, and those to copy there.
         held_shape = (num_slots, len(pools), num_heads, 2, width)
-        self._held = torch.full(held_shape, -1, dtype=torch.int32, device=device)
+        self.held = torch.full(held_shape, -1, dtype=torch.int32, device=device)
+        """By slot, layer and head: one-head blocks that the pool holds, and those to copy there."""
         blocks = torch.arange(num_blocks, dtype=torch.int32, device=device)
         self._block_tables = blocks.view(num_slots, width)
         head_offsets = torch.arange(num_heads, dtype=torch.int32, device=device) * per_head
@@ -145,7 +146,7 @@ class RetrievalPool:
 
     def begin(self) -> None:
         """Copy newly written blocks at the beginning of a proposal."""
-        rows, (_, _, num_heads, _, width) = self._rows, self._held.shape
+        rows, (_, _, num_heads, _, width) = self._rows, self.held.shape
         self._copy(_begin_pool_kernel, 0, self.num_layers, rows.num_rows)
         slots = rows.column(RowColumn.SLOT).long()
         num_exact = rows.table[:, SlotColumn.NUM_EXACT]
@@ -159,14 +160,14 @@ class RetrievalPool:
         self._copy(_copy_selected_kernel, host_layer, 1, num_rows, SELECTED=selected)
 
     def _copy(self, kernel, first_layer: int, num_layers: int, num_rows: int, **constants) -> None:
-        like, num_heads = self._caches[0][0], self._held.shape[2]
+        like, num_heads = self._caches[0][0], self.held.shape[2]
         block_stride, _, token_stride, _ = like.stride()
         kernel[(num_layers, num_rows, num_heads)](
             self._rows.table,
             self._rows.stride,
-            self._wanted,
-            self._wanted.stride(0),
-            self._held,
+            self.wanted,
+            self.wanted.stride(0),
+            self.held,
             self.width,
             first_layer,
             self.num_layers,

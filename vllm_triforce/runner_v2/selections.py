@@ -117,11 +117,11 @@ class SelectionsV2:
         self.width = config.table_width
         first, num_layers = attention.layers[0], len(attention.layers)
         heads, device = first.num_kv_heads, block_tables.device
-        policy = POLICIES[config.policy]()
+        self.policy = POLICIES[config.policy]()
         # Head-major, so that the summaries of one head are contiguous.
         shape = (num_layers, heads, num_blocks, first.head_size)
         self.summaries = {
-            kind: QuantizedSummaries.allocate(shape, device) for kind in policy.summaries
+            kind: QuantizedSummaries.allocate(shape, device) for kind in self.policy.summaries
         }
         tables_shape = (num_layers, rows.max_rows * heads, self.width)
         self.tables = torch.zeros(tables_shape, dtype=torch.int32, device=device)
@@ -136,7 +136,7 @@ class SelectionsV2:
         elif config.uses_level2:
             max_selected = config.max_selected_blocks
             self.in_pass = PolicySelection(
-                policy, self.summaries, *parts, heads, *shapes, max_selected
+                self.policy, self.summaries, *parts, heads, *shapes, max_selected
             )
 
     def begin(
