@@ -51,7 +51,6 @@ class Page:
 
     Args:
         facts: words below the heading.
-        cards: large figures: value, text, and ``plain``, ``good`` or ``bad``.
         sections: articles by the section's title.
         cells: the last article of figures, in full width.
         run: facts of the run, in a table at the end.
@@ -64,7 +63,6 @@ class Page:
     run: Mapping[str, Any]
     command: str = ""
     cells: Article | None = None
-    cards: Sequence[tuple[str, str, str]] = ()
     alarms: Sequence[str] = ()
     notes: Sequence[str] = ()
     run_notes: Sequence[str] = ()

@@ -225,7 +225,7 @@ def test_slower_than_the_control_is_slower():
 def test_the_page_stands_alone_and_has_the_numbers():
     records = run_of([(123.4, 308.5)]) + run_of([(100, 101)], CONTROL_VARIANT, group=1)
     text = serve_report.make_page(results(serve_report.summarize(records))).render()
-    stands_alone(text, 4, "123.4", "308.5", "2.50x", "a &lt;CPU&gt;", "1.01-1.01x")
+    stands_alone(text, 4, "123.4", "308.5", "2.50x", "a &lt;CPU&gt;", "1.01 to 1.01")
 
 
 # The whole way.

@@ -1,7 +1,6 @@
 """Rows and page of fixed batches: medians and spreads over the records of each cell."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -11,7 +10,7 @@ from vllm_triforce_bench import colours
 from vllm_triforce_bench.bench import report
 from vllm_triforce_bench.bench.grid import Pairs, pairs_by_row, spread
 from vllm_triforce_bench.bench.methods import STOCK
-from vllm_triforce_bench.bench.report import cell_name, number_cell, ratio_cards, ratio_cell
+from vllm_triforce_bench.bench.report import cell_name, number_cell, ratio_cell
 from vllm_triforce_bench.page import Cell, Page
 
 REST = "full pass and vLLM"
@@ -161,7 +160,6 @@ def make_page(results: dict) -> Page:
         figures_of={"ratio": ("Speed-up by context and batch", _SPEED_UP)},
         line=line,
         reading=_READING,
-        cards=_cards(rows),
         alarms=[
             f"Greedy output differs from stock vLLM's: {row['label']}, {cell_name(row)}."
             for row in rows
@@ -169,24 +167,6 @@ def make_page(results: dict) -> Page:
         ],
         run_notes=[_CPU_NOTE] if any(results["settings"]["temperatures"]) else [],
     )
-
-
-def _cards(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
-    others = [row for row in rows if row["method"] != STOCK]
-    ours = [row for row in others if row["method"] == "triforce"] or others
-    if not ours:
-        return []
-    judged = [row["greedy"] for row in others if row["greedy"]]
-    ties, different = judged.count("tie"), judged.count("different")
-    greedy = f"{judged.count('identical')} of {len(judged)}" if judged else "not compared"
-    note = "cells with greedy output identical to stock's"
-    note += f"; {ties} part where stock itself is undecided" if ties else ""
-    note += f"; {different} DIFFERENT" if different else ""
-    median_of = f"{ours[0]['label']} over its {len(ours)} cells"
-    return [
-        *ratio_cards(ours, "ratio", median_of, lambda row: row["ratio"] < 0.97),
-        (greedy, note, "bad" if different else "good" if judged else "plain"),
-    ]
 
 
 def line(row: dict) -> dict[str, Cell]:

@@ -1,6 +1,5 @@
 """Page, terminal table and files of both benchmarks, and facts of the machine."""
 
-import csv
 import datetime
 import itertools
 import json
@@ -14,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy
+import pandas
 import torch
 import vllm
 from rich import box
@@ -106,23 +105,6 @@ def cell_name(row: dict) -> str:
     return f"{batch}, T={row['temperature']:g}, {row['dtype']}"
 
 
-def ratio_cards(
-    rows: Sequence[dict], column: str, median_of: str, is_slow: Callable[[dict], bool]
-) -> list[tuple[str, str, str]]:
-    """Make the cards of the median ratio, the best and the worst."""
-    median = float(numpy.median([row[column] for row in rows]))
-    best, worst = (choose(rows, key=lambda row: row[column]) for choose in (max, min))
-    return [
-        (f"{median:.2f}x", f"median of {median_of}", "plain"),
-        (f"{best[column]:.2f}x", f"fastest: {cell_name(best)}", "good"),
-        (
-            f"{worst[column]:.2f}x",
-            f"slowest: {cell_name(worst)}",
-            "bad" if is_slow(worst) else "plain",
-        ),
-    ]
-
-
 def ratio_cell(row: dict, column: str, more_is_better: bool = True) -> Cell:
     """Make the cell of a ratio and its spread."""
     ratio, low, high = (row[f"{column}{end}"] for end in ("", "_min", "_max"))
@@ -210,25 +192,11 @@ def _cpu_name() -> str:
 def write_reports(folder: Path, results: dict, page: Page) -> None:
     """Write the files; ``results`` is the content of results.json."""
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    rows = list(map(_flat, results["rows"]))
-    with (folder / "results.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
-        writer.writeheader()
-        for row in rows:
-            # A missing figure is NaN: an empty cell, as spreadsheets and pandas read it.
-            writer.writerow({name: "" if value != value else value for name, value in row.items()})
+    # A column for each part of a step and each position.
+    rows = [
+        {name: dict(enumerate(v, 1)) if isinstance(v, list) else v for name, v in row.items()}
+        for row in results["rows"]
+    ]
+    frame = pandas.json_normalize(rows, sep=" ").convert_dtypes()
+    frame.to_csv(folder / "results.csv", index=False)
     (folder / "report.html").write_text(page.render())
-
-
-def _flat(row: dict) -> dict:
-    """Flatten a row: a column for each part of a step and each position."""
-    columns: dict = {}
-    for name, value in row.items():
-        if isinstance(value, list):
-            value = dict(enumerate(value, 1))
-        columns |= (
-            {f"{name} {k}": v for k, v in value.items()}
-            if isinstance(value, dict)
-            else {name: value}
-        )
-    return columns

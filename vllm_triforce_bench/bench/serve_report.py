@@ -1,13 +1,11 @@
 """Rows and page of servers: medians of ratios over the runs, and their spread."""
 
-from collections.abc import Sequence
-
 import numpy
 
 from vllm_triforce_bench.bench import report
 from vllm_triforce_bench.bench.grid import CELL, Pairs, pairs_by_row, spread
 from vllm_triforce_bench.bench.methods import CONTROL, STOCK
-from vllm_triforce_bench.bench.report import number_cell, ratio_cards, ratio_cell
+from vllm_triforce_bench.bench.report import number_cell, ratio_cell
 from vllm_triforce_bench.page import Cell, Page
 
 # Figures of `vllm bench serve` by their names here; more is better for the first alone.
@@ -115,29 +113,7 @@ def make_page(results: dict) -> Page:
         },
         line=line,
         reading=_READING,
-        cards=_cards(results["rows"]),
     )
-
-
-def _cards(rows: Sequence[dict]) -> list[tuple[str, str, str]]:
-    controls = [row for row in rows if row["method"] == CONTROL]
-    first = next((row["label"] for row in rows if row["method"] != CONTROL), None)
-    ours = [row for row in rows if row["label"] == first]
-    cards = []
-    if ours:
-        num_slower = [row["verdict"] for row in ours].count(SLOWER)
-        judged = "slower than all that the control found" if controls else "slower by over 3 %"
-        median_of = f"tokens/s over {len(ours)} cells, {first}"
-        cards += [
-            *ratio_cards(ours, "throughput_ratio", median_of, lambda row: row["verdict"] == SLOWER),
-            (f"{num_slower} of {len(ours)}", f"cells {judged}", "bad" if num_slower else "good"),
-        ]
-    if controls:
-        low = min(row["throughput_ratio_min"] for row in controls)
-        high = max(row["throughput_ratio_max"] for row in controls)
-        text = "stock vLLM against itself, over all its pairs"
-        cards.append((f"{low:.2f}-{high:.2f}x", text, "plain"))
-    return cards
 
 
 def line(row: dict) -> dict[str, Cell]:
