@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.figures import stored
 from vllm_triforce_bench.bench import grid
+from vllm_triforce_bench.bench.measurement import MEASUREMENTS
 from vllm_triforce_bench.bench.methods import STOCK
-from vllm_triforce_bench.bench.store import MEASUREMENTS
 
 TOKENS = 96
 ARGUMENTS = [

@@ -18,10 +18,10 @@ from vllm_triforce_bench.bench import (
     batch_report,
     command,
     grid,
+    measurement,
     methods,
     prompts,
     report,
-    store,
 )
 from vllm_triforce_bench.bench import settings as settings_module
 from vllm_triforce_bench.bench.engines import Streamed, _check_budget
@@ -303,13 +303,13 @@ def done(kept) -> set[tuple]:
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path):
-    kept = store.Store(tmp_path, {"contexts": [300]})
+    kept = measurement.Store(tmp_path, {"contexts": [300]})
     assert kept.settle("engines_at_once", lambda: 5) == 5
     kept.append([record(1), record(2, method="triforce")])
     kept.append([record(1, repetition=1), record(2, method="triforce", repetition=1)])
-    path = tmp_path / store.MEASUREMENTS
+    path = tmp_path / measurement.MEASUREMENTS
     path.write_text(path.read_text()[:-9])  # ended while it wrote
-    again = store.Store(tmp_path, {"contexts": [300]})
+    again = measurement.Store(tmp_path, {"contexts": [300]})
     assert done(again) == {("float32", 300, 1, 0.0, 0, 0)}
     # A set of which one measurement was left is measured anew, and counts once.
     again.append([record(3, repetition=1), record(4, method="triforce", repetition=1)])
@@ -317,14 +317,14 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     assert speeds == [1, 2, 3, 4] and len(again.records) == 5
     assert again.settle("engines_at_once", lambda: 2) == 5
     with pytest.raises(BadInput, match=r"contexts \[300\] there, \[400\] here"):
-        store.Store(tmp_path, {"contexts": [400]})
+        measurement.Store(tmp_path, {"contexts": [400]})
 
 
 def test_a_run_that_is_ended_while_it_starts_loses_nothing(tmp_path, monkeypatch):
     """Ended in the middle of any file that it writes: what was measured is still there."""
-    kept = store.Store(tmp_path, {"contexts": [300]})
+    kept = measurement.Store(tmp_path, {"contexts": [300]})
     kept.append([record(1), record(2, method="triforce")])
-    path = tmp_path / store.MEASUREMENTS
+    path = tmp_path / measurement.MEASUREMENTS
     path.write_text(path.read_text() + '{"dtype"')  # a set that was cut off
 
     def ended(file, *_):
@@ -337,17 +337,17 @@ def test_a_run_that_is_ended_while_it_starts_loses_nothing(tmp_path, monkeypatch
         )
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
-                store.Store(tmp_path, {"contexts": [300]})
-    again = store.Store(tmp_path, {"contexts": [300]})
+                measurement.Store(tmp_path, {"contexts": [300]})
+    again = measurement.Store(tmp_path, {"contexts": [300]})
     assert done(again) == {("float32", 300, 1, 0.0, 0, 0)}
     assert path.read_text().count("\n") == 2
 
 
 def test_a_whole_file_is_not_written_again(tmp_path):
-    store.Store(tmp_path, {}).append([record(1), record(2, method="triforce")])
-    path = tmp_path / store.MEASUREMENTS
+    measurement.Store(tmp_path, {}).append([record(1), record(2, method="triforce")])
+    path = tmp_path / measurement.MEASUREMENTS
     before = path.stat()
-    assert len(store.Store(tmp_path, {}).records) == 2
+    assert len(measurement.Store(tmp_path, {}).records) == 2
     assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
 
 

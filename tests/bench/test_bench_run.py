@@ -10,7 +10,7 @@ import pytest
 
 from tests.models import PAIR, PROMPTS, ROOT
 from vllm_triforce import cli
-from vllm_triforce_bench.bench import store
+from vllm_triforce_bench.bench import measurement
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_a_run_measures_every_method_and_says_that_outputs_are_identical(measure
     assert f"{ours['decode_tokens_per_second']:.1f}" in shown
     assert f"{ours['ratio']:.2f}x" in (folder / "report.html").read_text()
     assert len((folder / "results.csv").read_text().splitlines()) == 1 + 6
-    records = map(json.loads, (folder / store.MEASUREMENTS).read_text().splitlines())
+    records = map(json.loads, (folder / measurement.MEASUREMENTS).read_text().splitlines())
     assert {bool(record.get("parts")) for record in records if record["levels"]} == {True}
 
 
@@ -165,7 +165,7 @@ def test_what_is_measured_is_not_measured_again_and_a_difference_fails(measured,
     asked = []
     monkeypatch.setattr(batch.Measurement, "_run", lambda self, sets: asked.extend(sets))
     assert cli.main(given) == 0 and not asked
-    path = folder / store.MEASUREMENTS
+    path = folder / measurement.MEASUREMENTS
     path.write_text(path.read_text().replace('"identical"', '"different"', 1))
     assert cli.main(given) == 1
     assert "differs from stock" in (folder / "report.html").read_text()

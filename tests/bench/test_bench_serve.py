@@ -17,7 +17,7 @@ from tests.bench.test_bench import asked, results, stands_alone
 from tests.bench.test_bench_run import run_command
 from tests.models import PROMPTS, ROOT
 from vllm_triforce import cli
-from vllm_triforce_bench.bench import methods, serve, serve_report, server, store
+from vllm_triforce_bench.bench import measurement, methods, serve, serve_report, server
 from vllm_triforce_bench.bench.grid import PairedSet, groups, whole_sets
 from vllm_triforce_bench.bench.methods import CONTROL_VARIANT, Variant
 from vllm_triforce_bench.bench.model_facts import ModelFacts
@@ -111,7 +111,7 @@ def test_servers_start_in_both_orders_and_turns_alternate(monkeypatch, tmp_path)
     monkeypatch.setattr(serve, "running", running)
     monkeypatch.setattr(serve, "load", load)
     monkeypatch.setattr(serve, "_REST_S", 0)
-    settings, kept = traffic(contexts=[8]), store.Store(tmp_path, {})
+    settings, kept = traffic(contexts=[8]), measurement.Store(tmp_path, {})
     source = Stretches(list(range(100)), settings.num_prompts, 8, None)
     parts = (settings, groups([STOCK, OURS, CONTROL_VARIANT], 2), kept, source)
     with Progress(Console(file=io.StringIO())) as progress:
@@ -242,7 +242,9 @@ def test_two_servers_are_measured_in_turns(pair, tmp_path):
     given += ["--engine", json.dumps(engine)]
     given += ["--triforce", '{"min_context": 0, "adaptive": false}']
     shown = run_command(given)
-    runs = [json.loads(line) for line in (tmp_path / store.MEASUREMENTS).read_text().splitlines()]
+    runs = [
+        json.loads(line) for line in (tmp_path / measurement.MEASUREMENTS).read_text().splitlines()
+    ]
     assert [(run["method"], run["order"]) for run in runs] == [("stock", 0), ("triforce", 1)]
     for run in runs:
         assert run["result"]["completed"] == 4 and run["result"]["failed"] == 0

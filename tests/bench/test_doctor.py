@@ -107,8 +107,7 @@ def test_memory_is_that_of_the_model(capsys, tmp_path):
 @pytest.mark.parametrize("kv_bytes", [2, 1], ids=["auto", "fp8"])
 def test_the_prediction_is_the_model_of_times(capsys, tmp_path, kv_bytes):
     from benchmarks.gpu.models import MODELS, write_model
-    from vllm_triforce_bench.predict.settings import LOOKUP, Acceptance, settings
-    from vllm_triforce_bench.predict.steps import Predictor
+    from vllm_triforce_bench.predict.steps import LOOKUP, Acceptance, Predictor, settings
 
     like = MODELS["llama-3.1-8b"]
     model = write_model(like, tmp_path)

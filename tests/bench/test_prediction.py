@@ -18,7 +18,7 @@ from tests.models import ROOT, make_mimo
 from vllm_triforce_bench.predict.cpu import measure_cpu
 from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import MACHINES, machine_of, named_machine
-from vllm_triforce_bench.predict.settings import (
+from vllm_triforce_bench.predict.steps import (
     DIRECT,
     DRAFT,
     LEVELS,
@@ -26,13 +26,11 @@ from vllm_triforce_bench.predict.settings import (
     PLAIN,
     STOCK,
     Acceptance,
-    Setting,
-    settings,
-)
-from vllm_triforce_bench.predict.steps import (
     Predictor,
+    Setting,
     acceptance_for,
     pass_seconds,
+    settings,
     tokens_per_step,
 )
 

@@ -1,11 +1,13 @@
 """Rows and page of fixed batches: medians and spreads over the records of each cell."""
 
-from collections import defaultdict
+from functools import reduce
+from itertools import zip_longest
 from typing import Any
 
 import numpy
 from scipy.stats import bootstrap
 
+from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce_bench import colours
 from vllm_triforce_bench.bench import report
 from vllm_triforce_bench.bench.grid import Pairs, pairs_by_row, spread
@@ -17,13 +19,6 @@ REST = "full pass and vLLM"
 """The part of a step outside ``propose()``."""
 LEAST_RESAMPLED = 5
 """Fewer repetitions say nothing about the spread of their mean."""
-_LEVEL_COUNTS = (
-    "num_level1_drafted",
-    "num_level1_accepted",
-    "num_level2_drafted",
-    "num_level2_accepted",
-    "num_level3_rejections",
-)
 _SPEED_UP = (
     "Decode tokens per second relative to stock vLLM. Points are medians over repetitions, bars "
     "go from the least to the greatest; both of a ratio's measurements read the same prompts, one "
@@ -104,15 +99,13 @@ def _speculation(repetitions: list[dict]) -> dict:
     stats = [record["speculation"] for record in repetitions]
     drafts = sum(each["num_drafts"] for each in stats)
     accepted = sum(each["num_accepted_tokens"] for each in stats)
-    by_position: dict[int, int] = defaultdict(int)
-    for each in stats:
-        for position, count in enumerate(each["num_accepted_tokens_per_pos"]):
-            by_position[position] += count
+    positions = (each["num_accepted_tokens_per_pos"] for each in stats)
+    by_position = map(sum, zip_longest(*positions, fillvalue=0))
     return {
         # As vLLM counts: with the bonus token, over steps that verified a proposal.
         "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
         "draft_acceptance_rate": _share(accepted, sum(e["num_draft_tokens"] for e in stats)),
-        "acceptance_by_position": [n / drafts for n in by_position.values()] if drafts else [],
+        "acceptance_by_position": [n / drafts for n in by_position] if drafts else [],
     }
 
 
@@ -120,18 +113,15 @@ def _levels(repetitions: list[dict]) -> dict:
     """TriForce's acceptance rates, and milliseconds of an engine step by part."""
     steps = sum(record["num_steps"] for record in repetitions)
     seconds = sum(record["seconds"] for record in repetitions)
-    levels = [record["levels"] for record in repetitions if record["levels"]]
-    total = {name: sum(level[name] for level in levels) for name in _LEVEL_COUNTS}
-    parts: dict[str, float] = defaultdict(float)
-    for level in levels:
-        for part, part_s in level["time_seconds"].items():
-            parts[part] += part_s
+    counters = (LevelCounters(**record["levels"]) for record in repetitions if record["levels"])
+    total = reduce(LevelCounters.plus, counters, LevelCounters())
+    parts = dict(total.time_seconds)
     parts[REST] = max(0.0, seconds - sum(parts.values()))
-    accepted = total["num_level2_accepted"]
+    accepted, rejected = total.num_level2_accepted, total.num_level3_rejections
     return {
-        "level1_acceptance_rate": _share(total["num_level1_accepted"], total["num_level1_drafted"]),
-        "level2_acceptance_rate": _share(accepted, total["num_level2_drafted"]),
-        "level2_acceptance_per_test": _share(accepted, accepted + total["num_level3_rejections"]),
+        "level1_acceptance_rate": _share(total.num_level1_accepted, total.num_level1_drafted),
+        "level2_acceptance_rate": _share(accepted, total.num_level2_drafted),
+        "level2_acceptance_per_test": _share(accepted, accepted + rejected),
         "tokens_per_step": sum(record["num_tokens"] for record in repetitions) / steps,
         "step_ms": 1e3 * seconds / steps,
         "step_parts_ms": {part: 1e3 * part_s / steps for part, part_s in parts.items()},

@@ -66,7 +66,7 @@ def _compare(
     argv: list[str],
 ) -> int:
     from vllm_triforce_bench.bench import grid, model_facts, prompts
-    from vllm_triforce_bench.bench.store import Store
+    from vllm_triforce_bench.bench.measurement import Store
     from vllm_triforce_bench.console import Progress, stdout_console
 
     console = stdout_console()

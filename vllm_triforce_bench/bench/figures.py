@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
+import numpy
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -50,7 +51,7 @@ _MIN_WIDTH = 6.6
 
 
 def ratios(rows: Sequence[dict], column: str, salt: str) -> str:
-    """Draw ratios to stock by context, a panel for each batch size."""
+    """Draw ratios to stock by context: medians and their range, a panel for each batch size."""
     batches, contexts = (sorted({row[name] for row in rows}) for name in ("batch_size", "context"))
     others = list(dict.fromkeys(row["label"] for row in rows if row["method"] != STOCK))
     width = max(4.2, min(5.2, 1.1 * len(contexts) + 2.4)) * len(batches)
@@ -67,9 +68,21 @@ def ratios(rows: Sequence[dict], column: str, salt: str) -> str:
                 # Side by side, so that bars do not hide each other.
                 offset = (i - (len(others) - 1) / 2) * 0.07
                 places = [contexts.index(row["context"]) + offset for row in line]
+                low, middle, high = ([r[column + e] for r in line] for e in ("_min", "", "_max"))
                 if line:
-                    colour = colours.METHODS.get(line[0]["method"], colours.REST)
-                    _error_bars(axis, places, line, column, label, colour, i)
+                    axis.errorbar(
+                        places,
+                        middle,
+                        yerr=abs(numpy.array([low, high]) - middle),
+                        label=label,
+                        color=colours.METHODS.get(line[0]["method"], colours.REST),
+                        marker=colours.MARKERS[i % len(colours.MARKERS)],
+                        markersize=6,
+                        linewidth=2,
+                        elinewidth=1.2,
+                        capsize=2.5,
+                        alpha=0.95,
+                    )
             axis.set_title("one request" if batch == 1 else f"{batch} requests together")
             axis.set_xlabel("tokens of context")
         axes[0].set_ylim(0, 1.08 * max([row[f"{column}_max"] for row in rows] + [1.2]))
@@ -85,28 +98,6 @@ def _ratio_axis(axis, ticks: list[str]) -> None:
     axis.set_xlim(-0.5, len(ticks) - 0.5)
     axis.grid(axis="x", visible=False)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-
-
-def _error_bars(
-    axis, places: list[float], rows: list[dict], name: str, label: str, colour: str, number: int
-) -> None:
-    """Draw medians, and bars from the minimum to the maximum."""
-    axis.errorbar(
-        places,
-        [row[name] for row in rows],
-        yerr=[
-            [row[name] - row[f"{name}_min"] for row in rows],
-            [row[f"{name}_max"] - row[name] for row in rows],
-        ],
-        label=label,
-        color=colour,
-        marker=colours.MARKERS[number % len(colours.MARKERS)],
-        markersize=6,
-        linewidth=2,
-        elinewidth=1.2,
-        capsize=2.5,
-        alpha=0.95,
-    )
 
 
 def _legend(figure, axes) -> None:

@@ -1,16 +1,98 @@
-"""The loop over sets of measurements, as far as both benchmarks share it."""
+"""The output folder of a benchmark, and the loop over its sets, as far as both share it."""
 
+import json
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from vllm_triforce_bench.bench.grid import PairedSet, batch_text
 from vllm_triforce_bench.bench.methods import Variant
 from vllm_triforce_bench.bench.model_facts import ModelFacts
 from vllm_triforce_bench.bench.prompts import OwnPrompts, Stretches
 from vllm_triforce_bench.bench.settings import Settings
-from vllm_triforce_bench.bench.store import Store
 from vllm_triforce_bench.console import Progress
+from vllm_triforce_bench.options import BadInput
+
+ARGUMENTS = "arguments.json"
+MEASUREMENTS = "results.jsonl"
+
+
+class Store:
+    """A folder of measurements; a run that is ended loses the measurement that it was at.
+
+    Args:
+        arguments: JSON values that the measurements depend on.
+
+    Raises:
+        BadInput: the folder holds measurements with other arguments.
+    """
+
+    def __init__(self, folder: Path, arguments: dict) -> None:
+        self.folder = folder
+        self._arguments = json.loads(json.dumps(arguments))
+        self._settled: dict[str, Any] = {}
+        file, measurements = folder / ARGUMENTS, folder / MEASUREMENTS
+        if folder.exists() and not folder.is_dir():
+            raise BadInput(f"--output {folder} is not a folder")
+        if file.exists():
+            earlier = json.loads(file.read_text())
+            _check_equal(folder, earlier["arguments"], self._arguments)
+            self._settled = earlier["settled"]
+        elif measurements.exists():
+            raise BadInput(f"--output {folder} has {MEASUREMENTS} but no {ARGUMENTS}; use another")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write_arguments()
+        self.records = _whole_lines(measurements)
+
+    def settle(self, name: str, choose: Callable[[], Any]) -> Any:
+        """Return the first run's choice, so that later runs go on with it."""
+        if name not in self._settled:
+            self._settled[name] = choose()
+            self._write_arguments()
+        return self._settled[name]
+
+    def append(self, records: list[dict]) -> None:
+        with (self.folder / MEASUREMENTS).open("a") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in records))
+            file.flush()
+            os.fsync(file.fileno())
+        self.records += records
+
+    def _write_arguments(self) -> None:
+        content = {"arguments": self._arguments, "settled": self._settled}
+        # Whenever the process is ended, the file is either the earlier or the new one.
+        fresh = self.folder / f"{ARGUMENTS}.new"
+        with fresh.open("w") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self.folder / ARGUMENTS)
+
+
+def _whole_lines(path: Path) -> list[dict]:
+    """Read the records, and remove a last line that was cut off when a run was ended."""
+    text = path.read_bytes() if path.exists() else b""
+    end = text.rfind(b"\n") + 1
+    if end < len(text):
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return [json.loads(line) for line in text[:end].splitlines()]
+
+
+def _check_equal(folder: Path, earlier: dict, arguments: dict) -> None:
+    differences = [
+        f"{name} {json.dumps(earlier.get(name))} there, {json.dumps(arguments.get(name))} here"
+        for name in sorted(earlier.keys() | arguments.keys())
+        if earlier.get(name) != arguments.get(name)
+    ]
+    if differences:
+        raise BadInput(
+            f"--output {folder} holds measurements made with other arguments "
+            f"({'; '.join(differences)}); give the same ones, or another folder"
+        )
 
 
 @dataclass

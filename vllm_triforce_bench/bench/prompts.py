@@ -4,6 +4,7 @@ import argparse
 import math
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +41,16 @@ def read_text(path: Path) -> str:
         except UnicodeDecodeError as error:
             raise BadInput(f"{path} is not UTF-8 text ({error})") from error
     else:
-        text = "\n\n".join(_folder_parts(path))
+        parts = []
+        for file in sorted(path.rglob("*")):
+            relative = file.relative_to(path)
+            if file.is_file() and not any(part.startswith(".") for part in relative.parts):
+                with suppress(UnicodeDecodeError):
+                    parts.append(f"{relative}\n{file.read_text(encoding='utf-8')}")
+        text = "\n\n".join(parts)
     if not text.strip():
         raise BadInput(f"{path} holds no text; name a text file or a folder of sources")
     return text
-
-
-def _folder_parts(folder: Path) -> list[str]:
-    parts = []
-    for file in sorted(folder.rglob("*")):
-        relative = file.relative_to(folder)
-        if not file.is_file() or any(part.startswith(".") for part in relative.parts):
-            continue
-        try:
-            parts.append(f"{relative}\n{file.read_text(encoding='utf-8')}")
-        except UnicodeDecodeError:
-            continue
-    return parts
 
 
 class Stretches:

@@ -10,7 +10,6 @@ from typing import Any
 
 from vllm_triforce_bench.options import BadInput, CommaList, NotNegative, Share, checked
 from vllm_triforce_bench.predict.machine import MACHINES, Machine, named_machine
-from vllm_triforce_bench.predict.settings import Acceptance
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +78,7 @@ def _examine(args: argparse.Namespace) -> dict[str, Any]:
         not args.model or args.argv.index(args.more[0]) < args.argv.index(args.model)
     ):
         raise BadInput(f"{args.more[0]} comes before MODEL; give the model, then such options")
-    return examine(args.model, args.more, machine, list(map(Acceptance, args.acceptances)))
+    return examine(args.model, args.more, machine, args.acceptances)
 
 
 def _show(args: argparse.Namespace, results: dict[str, Any]) -> None:
@@ -97,7 +96,7 @@ def _show(args: argparse.Namespace, results: dict[str, Any]) -> None:
 
 
 def examine(
-    model: str | None, options: list[str], machine: Machine | None, acceptances: list[Acceptance]
+    model: str | None, options: list[str], machine: Machine | None, acceptances: list[float]
 ) -> dict[str, Any]:
     """Check the installation, then the model with these options, as far as checks succeed.
 

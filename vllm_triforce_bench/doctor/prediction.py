@@ -17,16 +17,16 @@ from vllm_triforce.config.level2 import check_level2_model
 from vllm_triforce_bench.doctor.layers import Layers, kv_bytes_each, level2_model_bytes
 from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine, machine_of
-from vllm_triforce_bench.predict.settings import (
+from vllm_triforce_bench.predict.steps import (
     DRAFT,
     LEVELS,
     PLAIN,
     Acceptance,
+    Predictor,
     Setting,
     settings,
     sources_of,
 )
-from vllm_triforce_bench.predict.steps import Predictor
 
 _BATCHES = (1, 4, 16)
 _MIN_CONTEXT = 1024
@@ -48,7 +48,7 @@ def predict(
     layers: Layers,
     copy_bytes: int,
     machine: Machine | None,
-    acceptances: list[Acceptance],
+    level2_acceptances: list[float],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Predict speed-ups over plain decoding, by batch, acceptance and context.
@@ -56,13 +56,14 @@ def predict(
     Args:
         copy_bytes: of level 2's copy of the target; 0 without one.
         machine: None for this one.
-        acceptances: acceptances of level 2's tokens by the full pass.
+        level2_acceptances: acceptances of level 2's tokens by the full pass.
         say: shows a line before slow work.
 
     Returns:
         The cells; or ``not_predicted``, the reason.
     """
     config, draft_model = read_config(vllm_config)
+    acceptances = list(map(Acceptance, level2_acceptances))
     try:
         _check_counted(config, layers)
         target = Geometry.read(vllm_config.model_config, kv_bytes_each(vllm_config))
