@@ -40,7 +40,7 @@ COMMANDS = {
     "bench": Command(
         "vllm_triforce_bench.bench.command",
         "compare stock vLLM, its own speculative methods and TriForce, interleaved in one run",
-        needs=("rich", "matplotlib", "scipy"),
+        needs=("rich", "pandas", "matplotlib", "scipy"),
         extra="bench",
     ),
     "lab": Command(

@@ -25,12 +25,11 @@ def stdout_console() -> Console:
     return Console(file=sys.stdout, width=FILE_WIDTH)
 
 
-class Progress:
+class Progress(bar.Progress):
     """A bar with the time left and the current work; without a terminal, lines."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar = bar.Progress(
+        super().__init__(
             bar.BarColumn(bar_width=30),
             bar.TaskProgressColumn(),
             bar.TimeElapsedColumn(),
@@ -41,35 +40,28 @@ class Progress:
             speed_estimate_period=math.inf,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self):
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._bar.stop()
+        self._work = self.add_task("", total=None)
 
     @property
     def percentage(self) -> float:
-        return self._bar.tasks[0].percentage
+        return self.tasks[0].percentage
 
     def begin(self, work: float) -> None:
         """Start the clock of this much work, in any unit."""
-        self._bar.reset(self._task, total=work)
-        self._bar.advance(self._task, 0)
+        self.reset(self._work, total=work)
+        self.done(0)
 
     def say(self, text: str) -> None:
         """Show the current work."""
-        self._bar.update(self._task, description=text)
+        self.update(self._work, description=text)
 
-    def advance(self, work: float) -> None:
-        self._bar.advance(self._task, work)
+    def done(self, work: float) -> None:
+        self.advance(self._work, work)
 
     def report(self, text: str) -> None:
         """Print a line with the time left, without a terminal."""
-        if self._console.is_terminal:
+        if self.console.is_terminal:
             return
-        seconds = self._bar.tasks[0].time_remaining
+        seconds = self.tasks[0].time_remaining
         left = "time left: not known yet" if seconds is None else f"{timedelta(0, seconds)} left"
-        self._console.print(f"{text}, {left}", soft_wrap=True, highlight=False)
+        self.console.print(f"{text}, {left}", soft_wrap=True, highlight=False)

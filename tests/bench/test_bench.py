@@ -101,10 +101,10 @@ def test_time_left_is_shared_out_by_tokens():
         progress.begin(first + second)
         progress.report("1 of 3 sets")
         clock[0] += 10
-        progress.advance(first)
+        progress.done(first)
         progress.report("2 of 3 sets")
         clock[0] += 3700
-        progress.advance(second)
+        progress.done(second)
         progress.report("3 of 3 sets")
     assert shown.getvalue().splitlines() == [
         "1 of 3 sets, time left: not known yet",

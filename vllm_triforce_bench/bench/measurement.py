@@ -128,7 +128,7 @@ class BaseMeasurement(ABC):
     def _finish(self, paired: PairedSet, records: list[dict]) -> None:
         self.store.append(records)
         self._num_done += 1
-        self.progress.advance(self._work(paired))
+        self.progress.done(self._work(paired))
         self.progress.report(f"{self._num_done} of {self._num_sets} sets")
 
     def _work(self, paired: PairedSet) -> float:

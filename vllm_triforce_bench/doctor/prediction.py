@@ -5,8 +5,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -194,39 +193,6 @@ def _break_even(
 # The choice of keys.
 
 
-@dataclass(frozen=True)
-class _Configuration:
-    """Configuration that is predicted for one request."""
-
-    predictor: Predictor
-    context: int
-    budget: int
-    levels: str
-    sources: tuple[str, ...]
-    acceptance: Acceptance
-
-    @property
-    def speedup(self) -> float:
-        if not self.predictor.fits(self.context, 1):
-            return 0.0
-        among = settings(self.budget, self.sources, self.levels)
-        return self.predictor.best(among, self.context, 1, self.acceptance).speedup
-
-    def changed(
-        self, predictor: dict | None = None, acceptance: dict | None = None, **more: Any
-    ) -> "_Configuration":
-        """Replace fields of the predictor, of the acceptance, and others."""
-        return replace(
-            self,
-            predictor=replace(self.predictor, **(predictor or {})),
-            acceptance=replace(self.acceptance, **(acceptance or {})),
-            **more,
-        )
-
-
-_Change = Callable[[_Configuration], _Configuration]
-
-
 def _choose(
     predictor: Predictor, vllm_config, layers: Layers, context: int, acceptance: Acceptance
 ) -> dict[str, Any]:
@@ -235,42 +201,53 @@ def _choose(
     A head comes last, since the doctor knows none by name.
     """
     config, draft = read_config(vllm_config)
-    present = _Configuration(
-        predictor,
-        context,
-        config.budget_of(context),
-        config.levels,
-        sources_of(config),
-        acceptance,
-    )
-    candidates: list[tuple[str, Any, _Change]] = []
+    present: dict[str, Any] = {
+        "predictor": predictor,
+        "acceptance": acceptance,
+        "budget": config.budget_of(context),
+        "sources": sources_of(config),
+    }
+
+    def speedup(changes: dict[str, Any]) -> float:
+        changed = present | changes
+        if not changed["predictor"].fits(context, 1):
+            return 0.0
+        among = settings(changed["budget"], changed["sources"], config.levels)
+        return changed["predictor"].best(among, context, 1, changed["acceptance"]).speedup
+
+    # Keys, their values, and what these change; a key at a time is taken.
+    candidates: list[tuple[str, Any, dict[str, Any]]] = []
     if config.uses_level2:
         candidates += [
-            ("retrieval_budget", n, partial(_Configuration.changed, budget=n))
+            ("retrieval_budget", n, {"budget": n})
             for n in _BUDGETS
             if config.retrieval_recent_tokens < n < context
         ]
         if config.level2_model is None:
-            candidates += _copies(predictor, vllm_config, layers)
+            candidates += _copies(predictor, acceptance, vllm_config, layers)
     keys: list[dict[str, Any]] = []
-    first = present.speedup
+    first = speedup({})
 
-    def add(name: str, value: Any, change: _Change) -> bool:
-        nonlocal present
-        before, after = present.speedup, change(present)
-        if after.speedup < MIN_GAIN * before:
+    def add(name: str, value: Any, changes: dict[str, Any]) -> bool:
+        before, after = speedup({}), speedup(changes)
+        if after < MIN_GAIN * before:
             return False
-        keys.append({"key": name, "value": value, "from": before, "to": after.speedup})
-        present = after
+        keys.append({"key": name, "value": value, "from": before, "to": after})
+        present.update(changes)
         return True
 
     while candidates:
-        best = max(candidates, key=lambda candidate: candidate[2](present).speedup)
+        best = max(candidates, key=lambda candidate: speedup(candidate[2]))
         if not add(*best):
             break
         candidates = [candidate for candidate in candidates if candidate[0] != best[0]]
     if draft is None and "1" in config.levels and _may_have_head(vllm_config):
-        add("model", HEAD, _with_head)
+        with_head = {
+            "predictor": replace(present["predictor"], draft=_head_of(predictor.model)),
+            "acceptance": replace(present["acceptance"], draft=HEAD_ACCEPTANCE),
+            "sources": (DRAFT, *present["sources"]),
+        }
+        add("model", HEAD, with_head)
     return {
         "context": context,
         "acceptance": acceptance.level2,
@@ -281,8 +258,8 @@ def _choose(
 
 
 def _copies(
-    predictor: Predictor, vllm_config, layers: Layers
-) -> Iterator[tuple[str, str, _Change]]:
+    predictor: Predictor, acceptance: Acceptance, vllm_config, layers: Layers
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield the copies that the target, and the machine of the prediction, may have."""
     for name, rejections in _COPIES.items():
         # vLLM has fp8 kernels on GPUs; without AVX-512, a CPU's bfloat16 is slower than float32.
@@ -294,12 +271,11 @@ def _copies(
         except ValueError:
             continue
         share = level2_model_bytes(name, vllm_config, layers) / layers.weight_bytes
-        change = partial(
-            _Configuration.changed,
-            predictor={"copy_bytes_each": share * predictor.model.bytes_each},
-            acceptance={"copy_rejections": rejections},
-        )
-        yield "level2_model", name, change
+        with_copy = {
+            "predictor": replace(predictor, copy_bytes_each=share * predictor.model.bytes_each),
+            "acceptance": replace(acceptance, copy_rejections=rejections),
+        }
+        yield "level2_model", name, with_copy
 
 
 def _may_have_head(vllm_config) -> bool:
@@ -309,14 +285,11 @@ def _may_have_head(vllm_config) -> bool:
     return supports_eagle3(get_model_cls(vllm_config.model_config))
 
 
-def _with_head(present: _Configuration) -> _Configuration:
-    target = present.predictor.model
+def _head_of(target: Geometry) -> Geometry:
+    """Return an EAGLE-3 head of the target's sizes."""
     inner = target.inner * max(1, target.active_experts) + target.shared_inner
     layer = replace(target, layers=1, inner=inner, experts=0, shared_inner=0)
-    head = layer.as_head(int(target.vocab * _HEAD_VOCAB_SHARE), target.hidden)
-    return present.changed(
-        {"draft": head}, {"draft": HEAD_ACCEPTANCE}, sources=(DRAFT, *present.sources)
-    )
+    return layer.as_head(int(target.vocab * _HEAD_VOCAB_SHARE), target.hidden)
 
 
 def command(model: str, options: list[str], keys: dict[str, Any]) -> str:

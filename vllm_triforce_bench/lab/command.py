@@ -68,7 +68,7 @@ def _measure(target, contexts: list, settings: LabSettings) -> list[dict]:
         for number, context in enumerate(contexts, 1):
             name = f"stretch {number} of {len(contexts)}, {len(context.prompt)} tokens"
             progress.say(name)
-            measured = measure_context(target, context, settings, progress.advance)
+            measured = measure_context(target, context, settings, progress.done)
             for experiment, part in groupby(measured, lambda row: row["experiment"]):
                 rows += part
                 progress.report(f"{name}, {experiment}: {progress.percentage:.0f}%")

@@ -8,7 +8,7 @@ vLLM's kernel. A small operation is timed with cold caches, as a decoding step m
 import os
 import platform
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,19 +63,8 @@ def measure_cpu(scale: float = 0.5) -> Machine:
 def _median_s(
     run: Callable[[], object], repeats: int = 5, prepare: Callable[[], object] = lambda: None
 ) -> float:
-    """Return the median seconds of a call, the first not counted.
-
-    Args:
-        prepare: runs before each call, and is not timed.
-    """
-    run()
-    seconds = []
-    for _ in range(repeats):
-        prepare()
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    """Return the median seconds of a call after ``prepare()``, the first not counted."""
+    return statistics.median(timeit.repeat(run, prepare, repeat=repeats + 1, number=1)[1:])
 
 
 def _cold_operation_s(memory: torch.Tensor) -> float:
