@@ -1,5 +1,4 @@
-"""Writes the tables of docs/keys.md and docs/metrics.md from the package's keys and counters, and
-that of docs/exactness.md from the cases of tests/parity.
+"""Writes the tables of docs/keys.md and docs/metrics.md from the package's keys and counters.
 
 python tools/docs_tables.py            # writes them
 python tools/docs_tables.py --check    # ends with 1 where they are not as written
@@ -13,8 +12,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 KEYS_PAGE, METRICS_PAGE = ROOT / "docs" / "keys.md", ROOT / "docs" / "metrics.md"
-EXACTNESS_PAGE = ROOT / "docs" / "exactness.md"
-RUNNERS = {"host": "Runner V1", "device": "Runner V2"}
 
 
 def key_tables() -> dict[str, str]:
@@ -41,33 +38,6 @@ def metric_tables() -> dict[str, str]:
     counters = [*COUNTERS.values(), PROPOSE_SECONDS]
     rows = [(c.section, (f"`vllm:triforce_{c.metric}_total`", c.unit, c.help)) for c in counters]
     return _tables(("metric", "unit", "counts"), rows)
-
-
-def promise_tables() -> dict[str, str]:
-    """List every promise of tests/parity, and the runners held to it, for docs/exactness.md."""
-    from tests.parity import cases
-
-    promises: dict[str, list[Any]] = {}
-    for case in cases.CASES.values():
-        if any(check.startswith("not ") for check in case.checks):
-            continue  # a test of the tests
-        # A case for each sampling parameter, with its name in the promise.
-        promise = re.sub("^A request with .* is", "A request with a parameter is", case.promise)
-        promises.setdefault(promise, []).append(case)
-    rows = [
-        (promise, *(_held(runner, held) for runner in RUNNERS))
-        for promise, held in promises.items()
-    ]
-    return _tables(("promise", *RUNNERS.values()), [("Promises", row) for row in rows])
-
-
-def _held(runner: str, cases: list[Any]) -> str:
-    """Return the number of cases that a runner runs, or why it runs none."""
-    count = sum(runner not in case.skip for case in cases)
-    if count:
-        return f"✓ {count}"
-    reasons = dict.fromkeys(case.skip[runner] for case in cases)
-    return "; ".join(re.sub("^.*'(.*)' holds.*$", r"by `\1`", reason) for reason in reasons)
 
 
 def _default(field: Any, key: Any) -> str:
@@ -111,7 +81,6 @@ def written(page: Path, tables: dict[str, str]) -> str:
 PAGES: dict[Path, Callable[[], dict[str, str]]] = {
     KEYS_PAGE: key_tables,
     METRICS_PAGE: metric_tables,
-    EXACTNESS_PAGE: promise_tables,
 }
 
 
