@@ -64,8 +64,6 @@ if [[ $parts == *times* ]]; then
   }
   export -f bench
   step times "${TIMES_LIMIT:-1200}" bash -c bench
-  step speedup 60 python3 -m benchmarks.gpu.speedup "$out/times"
-  cat "$out/speedup.log"
 fi
 
 [ ! -e "$out/failed" ] || { echo "failed: $(xargs <"$out/failed")"; exit 1; }

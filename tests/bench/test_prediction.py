@@ -29,6 +29,7 @@ from vllm_triforce_bench.predict.steps import (
     Predictor,
     Setting,
     acceptance_for,
+    inner_loop,
     pass_seconds,
     settings,
     tokens_per_step,
@@ -144,6 +145,25 @@ def test_flash_attention_2_does_not_split_the_kv_of_longer_queries():
     plain, verified = (predictor("A100-80GB").full_pass([q], [122_000]) for q in (1, 7))
     kv = 122_000 * 131_072 / (0.83 * 2.039e12)
     assert verified - plain == pytest.approx(kv * (108 / 32 - 1), rel=0.01)
+
+
+@pytest.mark.parametrize("k, gamma", [(6, 2), (1, 3), (8, 4)])
+@pytest.mark.parametrize("a1", [0.21, 0.9])
+def test_passes_of_a_proposal_are_those_of_the_algorithm(a1, k, gamma):
+    """Against playing it, coin by coin."""
+    coin, num_plays = random.Random(0), 20_000
+    rounds = drafts = 0
+    for _ in range(num_plays):
+        proposed = 0
+        while proposed < k:
+            drafted = min(gamma, k - proposed - 1)
+            accepted = 0
+            while accepted < drafted and coin.random() < a1:
+                accepted += 1
+            proposed += accepted + 1
+            rounds, drafts = rounds + 1, drafts + drafted
+    played = (rounds / num_plays, drafts / num_plays)
+    assert inner_loop(a1, k, gamma) == pytest.approx(played, rel=0.01)
 
 
 # Limits and directions.
