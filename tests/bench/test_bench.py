@@ -159,21 +159,19 @@ def test_vllms_random_dataset_without_a_network(pair):
         prompts.source(misspelt, tokenizer, None)
 
 
-def own_prompts(texts: list[str], folder, **more):
-    """Settings of a dataset of one's own, whose prompts are taken one by one."""
-    path = folder / "texts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    more = dict(contexts=[EACH], dataset_name="custom", dataset_path=str(path)) | more
-    return asked(dataset_args="--skip-chat-template --disable-shuffle", **more)
-
-
 def test_a_datasets_prompts_are_taken_one_by_one(pair, tmp_path):
     """Those that do not fit are left out, and counted."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(pair["target"])
     texts = ["one", "two words " * 300, "three more words", "four", "five"]
-    settings = own_prompts(texts, tmp_path, batch_sizes=[2, 1], repetitions=2)
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    settings = asked(
+        **dict(contexts=[EACH], batch_sizes=[2, 1], repetitions=2),
+        **dict(dataset_name="custom", dataset_path=str(path)),
+        dataset_args="--skip-chat-template --disable-shuffle",
+    )
     source = prompts.source(settings, tokenizer, max_context=500)
     wanted = [tokenizer(text)["input_ids"] for text in (texts[0], *texts[2:])]
     assert source.take(EACH, 0, 2) + source.take(EACH, 2, 2) == wanted

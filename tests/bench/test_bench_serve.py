@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import os
-import re
 import sys
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,7 +15,6 @@ from rich.console import Console
 from tests.bench.test_bench import asked, results, stands_alone
 from tests.bench.test_bench_run import run_command
 from tests.models import PROMPTS, ROOT
-from vllm_triforce import cli
 from vllm_triforce_bench.bench import measurement, methods, serve, serve_report, server
 from vllm_triforce_bench.bench.grid import PairedSet, groups, whole_sets
 from vllm_triforce_bench.bench.methods import CONTROL_VARIANT, Variant
@@ -29,52 +27,6 @@ STOCK, OURS = methods.variants(["stock", "triforce"], [1024], "T", None, {})
 
 def traffic(**more):
     return asked(**dict(serve=True, requests_per_run=3, warmup=1, repetitions=2) | more)
-
-
-# Arguments.
-
-
-def arguments(pair, *more: str) -> list[str]:
-    given = ["bench", "--serve", "--target", pair["target"], "--draft", pair["draft"]]
-    given += ["--prompts", str(PROMPTS / "held_out.txt")]
-    return [*given, *more]
-
-
-MISTAKES = [
-    (["--batch-sizes", "0"], "--batch-sizes: 0 is not accepted: input should be greater than 0"),
-    (["--request-rate", "0"], "--request-rate: 0 is not accepted: input should be greater than 0"),
-    (["--request-rate", "x"], "--request-rate: x is not accepted: input should be a valid number"),
-    (
-        ["--temperatures", "3"],
-        "--temperatures: 3 is not accepted: input should be less than or equal to 2",
-    ),
-    (["--repetitions", "50000"], "different prompts of 16384 need"),
-    (["--pass-times"], "--pass-times does nothing with --serve; drop one of them"),
-    (["--engine", '{"port": 1}'], "key 'port' is set by the benchmark: a free one is taken"),
-]
-
-
-@pytest.mark.parametrize("mistake, says", MISTAKES, ids=lambda value: str(value)[:40])
-def test_a_mistake_is_said_before_any_server_starts(
-    mistake, says, pair, tmp_path, monkeypatch, capsys
-):
-    def started(*args, **kwargs):
-        raise AssertionError("a server was started")
-
-    monkeypatch.setattr(serve, "running", started)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments(pair, "--output", str(tmp_path / "out"), *mistake))
-    assert ended.value.code == 2
-    found = capsys.readouterr().err
-    assert re.search(re.escape(says), " ".join(found.split())), found
-
-
-@pytest.mark.parametrize("option", [["--warmup", "3"], ["--no-control"], ["--request-rate", "2"]])
-def test_an_option_of_servers_is_refused_without_them(option, pair, capsys):
-    given = [word for word in arguments(pair, *option) if word != "--serve"]
-    with pytest.raises(SystemExit):
-        cli.main(given)
-    assert f"{option[0]} does nothing without --serve".replace("no-", "") in capsys.readouterr().err
 
 
 # The order.
@@ -235,8 +187,21 @@ def test_the_page_stands_alone_and_has_the_numbers():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_two_servers_are_measured_in_turns(pair, tmp_path):
-    given = arguments(pair, "--batch-sizes", "2", "--contexts", "256", "--tokens", "32")
-    given += ["--repetitions", "1", "--requests-per-run", "4", "--warmup", "0", "--no-control"]
+    given = ["bench", "--serve", "--target", pair["target"], "--draft", pair["draft"]]
+    given += ["--prompts", str(PROMPTS / "held_out.txt"), "--batch-sizes", "2"]
+    given += [
+        "--contexts",
+        "256",
+        "--tokens",
+        "32",
+        "--repetitions",
+        "1",
+        "--requests-per-run",
+        "4",
+        "--warmup",
+        "0",
+        "--no-control",
+    ]
     given += ["--output", str(tmp_path), "--budgets", "128", "--dtypes", "float32"]
     engine = {"enforce_eager": True, "block_size": 32, "distributed_executor_backend": "uni"}
     given += ["--engine", json.dumps(engine)]

@@ -216,25 +216,6 @@ def test_a_budget_that_covers_the_context_agrees_exactly(gqa, policy):
     assert not torch.equal(sparse, full)
 
 
-@pytest.mark.parametrize("policy", SPARSE.values(), ids=SPARSE.keys())
-@pytest.mark.parametrize("heads", [(2, 2), (8, 2)])
-@pytest.mark.parametrize("budget", [64, 208])
-def test_policies_keep_what_they_may(policy, heads, budget):
-    """Sink, own token, and no more than the budget and what was written since a selection."""
-    layer = layer_trace(*heads)
-    sizes = dataclasses.replace(SMALL, budget=budget, recent_tokens=None)
-    for kv_head in range(2):
-        mask = kept(layer, policy(sizes), kv_head)
-        counts = mask.sum(-1)
-        grown = sizes.refresh_interval * sizes.tokens_per_pass + sizes.chunk_size
-        exact = policy.name == "topk"
-        assert int(counts.max()) <= budget + (0 if exact else grown)
-        assert int(counts.min()) >= budget - (0 if exact else sizes.chunk_size)
-        assert not bool((mask & ~causal_mask(layer.positions(), layer.num_tokens)).any())
-        if policy.name != "topk":
-            assert bool(mask.diagonal(START, 1, 2).all())
-
-
 @pytest.mark.parametrize("refresh_interval, tokens_per_pass", [(0, 7), (1, 1), (1, 7), (3, 5)])
 @pytest.mark.parametrize("policy", selection.POLICIES.values(), ids=selection.POLICIES)
 def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_per_pass):
