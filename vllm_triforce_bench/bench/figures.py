@@ -10,7 +10,6 @@ import numpy
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FixedLocator
 
 from vllm_triforce_bench import colours
 from vllm_triforce_bench.bench.grid import tokens_text
@@ -61,7 +60,11 @@ def ratios(rows: Sequence[dict], column: str, salt: str) -> str:
         )
         axes = grid[0]
         for axis, batch in zip(axes, batches):
-            _ratio_axis(axis, [tokens_text(context) for context in contexts])
+            axis.axhline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+            axis.set_xticks(range(len(contexts)), map(tokens_text, contexts))
+            axis.set_xlim(-0.5, len(contexts) - 0.5)
+            axis.grid(axis="x", visible=False)
+            axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
             for i, label in enumerate(others):
                 line = [r for r in rows if (r["label"], r["batch_size"]) == (label, batch)]
                 line.sort(key=lambda row: row["context"])
@@ -87,32 +90,19 @@ def ratios(rows: Sequence[dict], column: str, salt: str) -> str:
             axis.set_xlabel("tokens of context")
         axes[0].set_ylim(0, 1.08 * max([row[f"{column}_max"] for row in rows] + [1.2]))
         axes[0].set_ylabel("stock vLLM = 1")
-        _legend(figure, axes)
+        figure.tight_layout()
+        # One legend of all panels, above them; a panel may lack some lines.
+        handles: dict[str, Any] = {}
+        for axis in axes:
+            handles |= dict(zip(*reversed(axis.get_legend_handles_labels())))
+        figure.legend(
+            handles.values(),
+            handles,
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=min(3, max(1, len(handles))),
+        )
         return to_svg(figure, salt, "Ratio to stock vLLM by context and batch")
-
-
-def _ratio_axis(axis, ticks: list[str]) -> None:
-    axis.axhline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
-    axis.xaxis.set_major_locator(FixedLocator(range(len(ticks))))
-    axis.set_xticklabels(ticks)
-    axis.set_xlim(-0.5, len(ticks) - 0.5)
-    axis.grid(axis="x", visible=False)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-
-
-def _legend(figure, axes) -> None:
-    """Lay the figure out, with one legend of all panels above it."""
-    handles: dict[str, object] = {}
-    for axis in axes:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels())))
-    figure.tight_layout()
-    figure.legend(
-        handles.values(),
-        handles,
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
-        ncols=min(3, max(1, len(handles))),
-    )
 
 
 def to_svg(figure, salt: str, description: str) -> str:

@@ -21,14 +21,14 @@ COUNTS = ("steps", "preemptions")
 FASTER, SLOWER, EVEN = "faster", "slower", "even"
 # Without a control, ratios this close to 1 are even.
 _UNCONTROLLED = 0.03
-_SPREAD = " Points are medians over repetitions, bars go from the least to the greatest."
-_BELOW = " Below the dashed line is faster." + _SPREAD
+_SPREAD = " Medians over repetitions, with the least and the greatest."
+_BELOW = " Below the line is faster." + _SPREAD
 # Names and notes of the metrics that the page shows.
 _SHOWN = {
     "throughput": (
         "tokens/s",
-        "All tokens that were generated, over the time from the first request to the last answer; "
-        "reading prompts included. Above the dashed line is faster." + _SPREAD,
+        "Generated tokens over the time from the first request to the last answer, reading prompts "
+        "included. Above the line is faster." + _SPREAD,
     ),
     "tpot": (
         "time per output token",
@@ -37,10 +37,9 @@ _SHOWN = {
     "ttft": ("time to first token", "Median over requests." + _BELOW),
     "latency": (
         "whole answer",
-        "Median over requests of the time to the last token. Requests of one length that begin "
-        "together stay together with stock vLLM, their prompts read in one step: a late first "
-        "token, then none that waits for another's prompt. Where some gain more than others they "
-        "part. The whole answer tells what it comes to." + _BELOW,
+        "Median over requests of the time to the last token. Requests that begin together stay "
+        "together with stock vLLM, their prompts read in one step: a late first token, then none "
+        "that waits for another's prompt. Where some gain more than others they part." + _BELOW,
     ),
 }
 _READING = (

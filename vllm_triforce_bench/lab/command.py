@@ -59,18 +59,21 @@ def _measure(target, contexts: list, settings: LabSettings) -> list[dict]:
 
     from vllm_triforce_bench.console import Progress
     from vllm_triforce_bench.lab import report
-    from vllm_triforce_bench.lab.measure import measure_context, query_key_pairs
+    from vllm_triforce_bench.lab.measure import measure_context
 
     rows: list[dict] = []
     with Progress(Console(stderr=True)) as progress:
-        progress.begin(sum(map(query_key_pairs, contexts)))
+        # A row's work is as the square of its context: most of it is the recording.
+        progress.begin(sum(len(each.prompt) ** 2 * len(each.replays) for each in contexts))
         progress.report(f"0 of {len(contexts)} prompts")
         for number, context in enumerate(contexts, 1):
             name = f"stretch {number} of {len(contexts)}, {len(context.prompt)} tokens"
             progress.say(name)
-            measured = measure_context(target, context, settings, progress.done)
+            measured = measure_context(target, context, settings)
             for experiment, part in groupby(measured, lambda row: row["experiment"]):
-                rows += part
+                for row in part:
+                    rows.append(row)
+                    progress.done(len(context.prompt) ** 2)
                 progress.report(f"{name}, {experiment}: {progress.percentage:.0f}%")
             report.save_rows(rows, settings.output)
     return rows

@@ -1,6 +1,6 @@
 """Record every context once, replay it by every policy, and compare next-token distributions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,6 @@ class Context:
     replayed: list[int] | int
     replays: list[Replayed]
     stretch: int
-
-    @property
-    def num_replayed(self) -> int:
-        return self.replayed if isinstance(self.replayed, int) else len(self.replayed)
 
 
 def read_contexts(tokenizer, settings: LabSettings) -> list[Context]:
@@ -76,38 +72,13 @@ def _end_of(stretch: int, texts: list[list[int]], settings: LabSettings) -> tupl
     return texts[number], last - (num_turns - 1 - turn) * room // max(1, num_turns - 1)
 
 
-def query_key_pairs(context: Context) -> int:
-    """Work on a context, for a progress bar."""
-    length = len(context.prompt)
-    num_replays = 1 + len({(r.copy, r.policy, r.sizes) for r in context.replays})
-    return length * length // 2 + num_replays * context.num_replayed * length
-
-
-def measure_context(
-    target: Target,
-    context: Context,
-    settings: LabSettings,
-    advance: Callable[[int], None] = lambda pairs: None,
-) -> Iterator[dict]:
-    """Yield a row of figures for each replay.
-
-    Args:
-        advance: takes the query-key pairs done.
-    """
-    done = 0
-
-    def recorded(tokens: int) -> None:
-        nonlocal done
-        advance((done + tokens) ** 2 // 2 - done**2 // 2)
-        done += tokens
-
+def measure_context(target: Target, context: Context, settings: LabSettings) -> Iterator[dict]:
+    """Yield a row of figures for each replay."""
     draw = partial(_draw, settings, torch.Generator().manual_seed(settings.seed + context.stretch))
-    trace = target.record(context.prompt, context.replayed, recorded, draw)
-    pairs = len(trace.replayed) * trace.start
+    trace = target.record(context.prompt, context.replayed, draw)
     full_logits, _ = target.replay(trace, None)
     greedy = full_logits.argmax(-1)
     full = next_token_probs(full_logits, settings.temperature, settings.top_p)
-    advance(pairs)
     measured: dict[tuple, dict] = {}
     for replay in context.replays:
         key = (replay.copy, replay.policy, replay.sizes)
@@ -121,7 +92,6 @@ def measure_context(
                 kept_mass=sparse.kept_mass,
                 tokens_read=sparse.tokens_read,
             )
-            advance(pairs)
         yield dict(
             experiment=replay.experiment,
             policy=replay.label,

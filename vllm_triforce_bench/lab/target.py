@@ -71,7 +71,6 @@ class Target:
         self,
         prompt: Sequence[int],
         replayed: Sequence[int] | int,
-        advance: Callable[[int], None] = lambda tokens: None,
         draw: Callable[[torch.Tensor], int] = lambda logits: int(logits.argmax()),
     ) -> Trace:
         """Run a full pass over the prompt and the replayed tokens.
@@ -79,7 +78,6 @@ class Target:
         Args:
             replayed: tokens that follow the prompt, or their number: then ``draw`` chooses each
                 from logits [vocab_size].
-            advance: takes the number of tokens done, for a progress bar.
 
         Raises:
             MemoryError: the context's keys and values do not fit.
@@ -95,9 +93,7 @@ class Target:
             _standing_in(recording),
         ):
             for begin in range(0, len(prompt), _PREFILL_TOKENS):
-                piece = prompt[begin : begin + _PREFILL_TOKENS]
-                logits = self._feed(recording, piece)
-                advance(len(piece))
+                logits = self._feed(recording, prompt[begin : begin + _PREFILL_TOKENS])
             if isinstance(replayed, int):
                 tokens: list[int] = []
                 while len(tokens) < count:
