@@ -25,15 +25,6 @@ METHODS = {
     "triforce:fp8": _VIOLET,
     "triforce:streaming": _PLUM,
 }
-# Parts of a step, and the rest of it.
-PARTS = {"selection": _PINK, "level 1": _ORANGE, "level 2": _BLUE, "verification": _GREEN}
-OTHER_PART, REST = _PLUM, _GREY
-# Policies of the lab, with their markers.
-POLICIES = {
-    "topk": ("#000000", "s", "exact top-k (ceiling)"),
-    "retrieval": ("#0072b2", "o", "retrieval (TriForce)"),
-    "streaming": (_VERMILION, "v", "StreamingLLM"),
-}
 MARKERS = "osD^vPX*<>"
 
 

@@ -15,15 +15,12 @@ class Cell:
     Args:
         small: second line.
         kind: CSS classes; ``n`` for a number.
-        colour: background.
-        parts: shares of a bar and their colours, in place of the text; the text is its title.
     """
 
     text: str = ""
     small: str = ""
     kind: str = "n"
     colour: str = ""
-    parts: Sequence[tuple[float, str]] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import numpy
 from scipy.stats import bootstrap
 
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce_bench import colours
 from vllm_triforce_bench.bench import report
 from vllm_triforce_bench.bench.grid import Pairs, pairs_by_row, spread
 from vllm_triforce_bench.bench.methods import STOCK
@@ -32,7 +31,7 @@ _READING = (
     "token. Level 1: share of its tokens that level 2 accepted. Accepted: share of proposed tokens "
     "that the full pass accepted; by position: of the steps that verified a proposal. Step: one "
     "full pass and what goes with it, and its tokens of all requests together. By part: TriForce "
-    "times its own parts; rest the pointer on them. Memory: on a CPU the growth of the process "
+    "times its own parts. Memory: on a CPU the growth of the process "
     "while the engine was made; on a GPU what the device allocated, and the peak above it in a run."
 )
 _CPU_NOTE = (
@@ -162,8 +161,7 @@ def line(row: dict) -> dict[str, Cell]:
     together = Cell(f"{row['ratio_together']:.2f}x", interval)
     level2, margin, greedy = row["level2_acceptance_rate"], row["greedy_margin"], row["greedy"]
     by_position = " ".join(f"{100 * share:.0f}" for share in row["acceptance_by_position"])
-    parts = row["time_shares"].items()
-    part_colours = colours.PARTS | {REST: colours.REST}
+    parts = row["step_parts_ms"].items()
     is_stock = row["method"] == STOCK  # without ratios to itself
     return {
         "": Cell(row["label"], kind=""),
@@ -178,11 +176,7 @@ def line(row: dict) -> dict[str, Cell]:
         "accepted": number_cell(row["draft_acceptance_rate"] if level2 is None else level2, ".0%"),
         "by position, %": Cell(by_position),
         "step": Cell(f"{row['step_ms']:.1f} ms", f"{row['tokens_per_step']:.1f} tokens"),
-        "by part": Cell(
-            ", ".join(f"{part} {row['step_parts_ms'][part]:.1f} ms, {s:.0%}" for part, s in parts),
-            kind="",
-            parts=[(share, part_colours.get(part, colours.OTHER_PART)) for part, share in parts],
-        ),
+        "ms by part": Cell(", ".join(f"{part} {ms:.1f}" for part, ms in parts), kind=""),
         "memory": Cell(f"{row['memory_mib']:,.0f} MiB"),
         "greedy": Cell(
             greedy or "", "" if margin is None else f"margin {margin:.2g}", kind=greedy or ""

@@ -100,11 +100,6 @@ def examine(
 ) -> dict[str, Any]:
     """Check the installation, then the model with these options, as far as checks succeed.
 
-    Args:
-        options: options of ``vllm serve`` for the engine.
-        machine: machine of the prediction; None for this one.
-        acceptances: acceptances of level 2.
-
     Returns:
         The content of ``--json``.
 

@@ -14,9 +14,6 @@ from vllm_triforce_bench.options import BadInput
 def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
     """Configure an engine with TriForce.
 
-    Args:
-        options: options of ``vllm serve`` for the engine.
-
     Returns:
         The engine's settings and vLLM's configuration, or the refusal and None.
 

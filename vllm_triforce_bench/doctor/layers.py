@@ -24,10 +24,7 @@ class Layers:
     """The target's attention layers, unsharded.
 
     Args:
-        backend: vLLM's attention backend.
-        all: by name.
         dense: why layers stay dense, by name; the others retrieve.
-        weight_bytes: bytes of the whole target.
         ranks: ranks of tensor parallelism in the options.
     """
 
@@ -123,11 +120,7 @@ def _reason_of_dense(impl) -> str:
 
 
 def memory(vllm_config, layers: Layers, copy_bytes: int) -> dict[str, Any]:
-    """Compute the bytes of one rank, with weights and heads divided evenly over ranks.
-
-    Args:
-        copy_bytes: of level 2's copy of the whole target.
-    """
+    """Compute the bytes of one rank, with weights and heads divided evenly over ranks."""
     from vllm.platforms import current_platform
 
     from vllm_triforce.worker.memory import buffer_bytes, summary_bytes_per_kv_byte
@@ -164,9 +157,6 @@ def memory(vllm_config, layers: Layers, copy_bytes: int) -> dict[str, Any]:
 
 def level2_model_bytes(name: str | None, vllm_config, layers: Layers) -> int:
     """Compute the bytes of level 2's copy of the whole target; 0 without one.
-
-    Args:
-        name: value of ``level2_model``.
 
     Raises:
         NotBuilt: the copy is another checkpoint, and its code needs weights.

@@ -19,7 +19,6 @@ class Context:
 
     Args:
         replayed: tokens that follow the prompt, or the number of the target's own.
-        stretch: number of the stretch of text.
     """
 
     prompt: list[int]

@@ -94,9 +94,7 @@ class Replay:
     All replayed tokens go through the model at once, hidden from each other. Keys and values of
     earlier tokens are the full pass's (level 3 has overwritten level 2's); a token's come from its
     sparse hidden state. A copy of another dtype attends in the target's dtype, as in the engine.
-
-    Args:
-        policy: None keeps all tokens, the reference.
+    Without a policy all tokens are kept, the reference.
     """
 
     def __init__(self, layers: list[LayerTrace], policy: LabPolicy | None) -> None:

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from vllm_triforce_bench import page
-from vllm_triforce_bench.colours import POLICIES
 from vllm_triforce_bench.lab.settings import VARIED, LabSettings
 
 MEASURES = {
@@ -38,7 +37,6 @@ class Table:
     """One experiment, at one budget unless it varies the budget.
 
     Args:
-        label: name of the varied value.
         figures: mean, min, max and count over the stretches of each measure, by policy and varied
             value.
     """
@@ -170,9 +168,8 @@ def draw(table: Table, settings: LabSettings) -> Figure:
     axes = figure.subplots(1, len(MEASURES))
     for axis, (measure, name) in zip(axes, MEASURES.items()):
         for policy in table.policies:
-            colour, marker, label = POLICIES.get(policy, (None, "o", policy))
             part = table.figures.loc[policy][measure].sort_index()
-            (line,) = axis.plot(part.index, part["mean"], color=colour, marker=marker, label=label)
+            (line,) = axis.plot(part.index, part["mean"], marker="o", label=policy)
             axis.fill_between(
                 part.index, part["min"], part["max"], color=line.get_color(), alpha=0.12, lw=0
             )
