@@ -49,7 +49,6 @@ class Page:
     Args:
         facts: words below the heading.
         sections: articles by the section's title.
-        cells: the last article of figures, in full width.
         run: facts of the run, in a table at the end.
     """
 
@@ -59,10 +58,8 @@ class Page:
     sections: Mapping[str, Sequence[Article]]
     run: Mapping[str, Any]
     command: str = ""
-    cells: Article | None = None
     alarms: Sequence[str] = ()
     notes: Sequence[str] = ()
-    run_notes: Sequence[str] = ()
 
     def render(self) -> str:
         loader = jinja2.FileSystemLoader(Path(__file__).parent)

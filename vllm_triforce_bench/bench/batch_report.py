@@ -150,7 +150,7 @@ def make_page(results: dict) -> Page:
             for row in rows
             if row["greedy"] == "different"
         ],
-        run_notes=[_CPU_NOTE] if any(results["settings"]["temperatures"]) else [],
+        more_notes=[_CPU_NOTE] if any(results["settings"]["temperatures"]) else [],
     )
 
 

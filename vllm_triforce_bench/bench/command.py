@@ -99,9 +99,11 @@ def _compare(
         importlib.import_module(f"vllm_triforce_bench.bench.{module}")
         for module in (name, f"{name}_report")
     )
-    at_once = store.settle(
-        "engines_at_once", lambda: benchmark.fit_at_once(settings, target, draft)
-    )
+    at_once = 2  # servers: stock vLLM and another
+    if not settings.serve:
+        at_once = store.settle(
+            "engines_at_once", lambda: benchmark.fit_at_once(settings, target, draft)
+        )
     groups = grid.groups(variants, at_once)
     sets = benchmark.sets(settings, len(groups))
     done = set(map(grid.set_of, grid.whole_sets(store.records)))

@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pandas
 import torch
@@ -44,7 +43,8 @@ def make_page(
     figures_of: Mapping[str, tuple[str, str]],
     line: Line,
     reading: str,
-    **more: Any,
+    alarms: Sequence[str] = (),
+    more_notes: Sequence[str] = (),
 ) -> Page:
     """Make the page from the content of results.json.
 
@@ -53,7 +53,6 @@ def make_page(
         figures_of: titles and notes of the figures of a section, by column of the ratio.
         line: makes the cells of a row.
         reading: note of the table of all cells.
-        more: further fields of the page.
     """
     rows, settings, run = results["rows"], results["settings"], dict(results["environment"])
     sections = {}
@@ -65,6 +64,7 @@ def make_page(
             Article(text, note, figures.ratios(here, column, f"{column}-{dtype}-{temperature:g}"))
             for column, (text, note) in figures_of.items()
         ]
+    sections["All cells"] = [Article("", reading, table=cells_table(rows, line))]
     notes = [f"Left out: {name}. {reason}." for name, reason in results["left_out"].items()]
     if (rates := settings["synthetic_acceptances"]) is not None:
         title += " at synthetic acceptances"
@@ -92,11 +92,10 @@ def make_page(
         heading=f"{title} against stock vLLM",
         facts=facts,
         sections=sections,
-        cells=Article("All cells", reading, table=cells_table(rows, line)),
-        notes=notes,
+        notes=[*notes, *more_notes],
         run=run,
         command=command,
-        **more,
+        alarms=alarms,
     )
 
 

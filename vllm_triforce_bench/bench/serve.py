@@ -18,7 +18,7 @@ from vllm.benchmarks.serve import TaskType, benchmark
 
 from vllm_triforce_bench.bench.grid import PairedSet, rotated
 from vllm_triforce_bench.bench.measurement import BaseMeasurement
-from vllm_triforce_bench.bench.model_facts import ModelFacts, engine_arguments
+from vllm_triforce_bench.bench.model_facts import engine_arguments
 from vllm_triforce_bench.bench.server import MODEL, Server, running
 from vllm_triforce_bench.bench.settings import Settings
 
@@ -26,11 +26,6 @@ from vllm_triforce_bench.bench.settings import Settings
 _REST_S = 1.0
 _WARMUP = -1
 """The repetition that is not measured."""
-
-
-def fit_at_once(settings: Settings, target: ModelFacts, draft: ModelFacts | None) -> int:
-    """Return 2: stock vLLM and another."""
-    return 2
 
 
 def sets(settings: Settings, num_groups: int) -> list[PairedSet]:
