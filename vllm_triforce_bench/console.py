@@ -52,7 +52,6 @@ class Progress(bar.Progress):
         self.done(0)
 
     def say(self, text: str) -> None:
-        """Show the current work."""
         self.update(self._work, description=text)
 
     def done(self, work: float) -> None:

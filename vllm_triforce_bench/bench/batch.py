@@ -114,7 +114,6 @@ class Measurement(BaseMeasurement):
         return cold
 
     def _warm_up(self, engine: Engine, texts: list[list[int]], temperature: float) -> Streamed:
-        """Decode a few tokens."""
         settings = self.settings
         return stream(engine.llm, texts, WARM_UP_TOKENS, temperature, settings.top_p, settings.seed)
 
@@ -198,7 +197,11 @@ class Measurement(BaseMeasurement):
     def _decode(
         self, engine: Engine, paired: PairedSet, texts: list[list[int]]
     ) -> tuple[Streamed, LevelCounters | None]:
-        """Decode a set's prompts; return the decode, and the increments of TriForce's counters."""
+        """Decode a set's prompts; return the decode, and the increments of TriForce's counters.
+
+        Raises:
+            RuntimeError: prompts were read again, which is not decoding.
+        """
         settings, before = self.settings, engine.levels()
         streamed = stream(
             engine.llm,
@@ -208,20 +211,15 @@ class Measurement(BaseMeasurement):
             settings.top_p,
             settings.seed + paired.repetition,
         )
-        _check_cached(streamed, texts)
+        for num_cached, prompt in zip(streamed.num_cached_tokens, texts):
+            # vLLM computes the last token again, and with it a block of up to 128 tokens.
+            if num_cached < len(prompt) - 256:
+                raise RuntimeError(
+                    f"only {num_cached} of a prompt's {len(prompt)} tokens were in the prefix "
+                    "cache; give more --kv-cache-gib, or leave prefix caching on"
+                )
         levels = engine.levels()
         return streamed, None if levels is None or before is None else levels.since(before)
-
-
-def _check_cached(streamed: Streamed, texts: list[list[int]]) -> None:
-    """Raise RuntimeError if prompts were read again, which is not decoding."""
-    for num_cached, prompt in zip(streamed.num_cached_tokens, texts):
-        # vLLM computes the last token again, and with it a block of up to 128 tokens.
-        if num_cached < len(prompt) - 256:
-            raise RuntimeError(
-                f"only {num_cached} of a prompt's {len(prompt)} tokens were in the prefix cache; "
-                "give more --kv-cache-gib, or leave prefix caching on"
-            )
 
 
 @dataclass

@@ -25,14 +25,13 @@ class Method:
     Args:
         title: name in tables and figures.
         keys: keys of ``speculative_config``; None for no speculation.
-        needs_module: package that vLLM does not install; ``install`` is the command that does.
+        needs_module: module that vLLM does not install, and the command that does.
     """
 
     title: str
     keys: Mapping[str, Any] | None
     needs_draft: bool = False
-    needs_module: str = ""
-    install: str = ""
+    needs_module: tuple[str, str] | None = None
 
     @property
     def name(self) -> str | None:
@@ -64,10 +63,7 @@ METHODS: dict[str, Method] = {
     "mtp": _stock("mtp", {"num_speculative_tokens": 1}),
     "ngram": _stock("ngram", _NGRAM),
     "suffix": _stock(
-        "suffix",
-        {},
-        needs_module="arctic_inference",
-        install="pip install arctic-inference==0.1.1",
+        "suffix", {}, needs_module=("arctic_inference", "pip install arctic-inference==0.1.1")
     ),
     # The defaults.
     "triforce": _triforce(""),
@@ -119,9 +115,9 @@ def available(names: list[str]) -> tuple[list[str], dict[str, str]]:
     """
     left_out = {}
     for name in names:
-        method = METHODS[name]
-        if method.needs_module and importlib.util.find_spec(method.needs_module) is None:
-            left_out[name] = f"{method.needs_module} is not installed ({method.install})"
+        module, command = METHODS[name].needs_module or ("", "")
+        if module and importlib.util.find_spec(module) is None:
+            left_out[name] = f"{module} is not installed ({command})"
     return [name for name in dict.fromkeys([STOCK, *names]) if name not in left_out], left_out
 
 

@@ -127,7 +127,6 @@ def cells_table(rows: Sequence[dict], line: Line) -> Table:
 
 
 def terminal_table(rows: Sequence[dict], line: Line, columns: Sequence[str]) -> TerminalTable:
-    """Make the table of some columns for a terminal."""
     table, first = TerminalTable(box=box.SIMPLE, pad_edge=False), line(rows[0])
     for name in columns:
         table.add_column(name, justify="right" if first[name].kind == "n" else "left")

@@ -53,7 +53,6 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def failed(self, reason: str) -> ServerFailed:
-        """Make the error, with the end of the log."""
         tail = self.log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
         return ServerFailed(
             f"server {self.variant.label!r} {reason}.\nThe end of {self.log}:\n{tail}"

@@ -288,7 +288,6 @@ def _flag(name: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field."""
     group: Any = parser
     for name, option in _OPTIONS.items():
         if option.group:

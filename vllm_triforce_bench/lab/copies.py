@@ -83,7 +83,6 @@ scales of tokens; ``int4`` rounds to the nearest, without the calibration of AWQ
 
 @torch.inference_mode()
 def make_copy(model: Any, name: str) -> Any:
-    """Copy transformers' model by a scheme."""
     scheme = SCHEMES[name]
     copied = copy.deepcopy(model)
     if scheme.dtype is not None:

@@ -80,7 +80,6 @@ def _cell(mean: float, low: float, high: float, count: float) -> str:
 
 
 def tables(rows: pd.DataFrame) -> list[Table]:
-    """Make all tables of a run."""
     run_tables = []
     for experiment, (column, label) in VARIED.items():
         part = rows[rows["experiment"] == experiment]

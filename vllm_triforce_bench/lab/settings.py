@@ -36,7 +36,6 @@ class Replayed:
 
     @property
     def label(self) -> str:
-        """Name in tables."""
         return self.policy if self.copy == NO_COPY else f"{self.policy}, {self.copy}"
 
 
