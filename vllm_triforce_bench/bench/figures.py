@@ -78,7 +78,7 @@ def ratios(rows: Sequence[dict], column: str, salt: str) -> str:
                         middle,
                         yerr=abs(numpy.array([low, high]) - middle),
                         label=label,
-                        color=colours.METHODS.get(line[0]["method"]),
+                        color=colours.METHODS.get(line[0]["method"], colours.METHODS[STOCK]),
                         marker=colours.MARKERS[i % len(colours.MARKERS)],
                         markersize=6,
                         linewidth=2,

@@ -5,16 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from vllm_triforce import selection
-from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION, PassSelection
-from vllm_triforce.cache.retrieval_cache import Candidates, RetrievalCache
-from vllm_triforce.cache.summaries import ChunkSummaries
+from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.budget import RetrievalBudget
-from vllm_triforce.selection import SelectionPolicy, Summary
+from vllm_triforce.selection import SelectionPolicy
 from vllm_triforce_bench.lab.trace import LayerTrace
 
 
@@ -112,60 +109,36 @@ class TopK(LabPolicy):
 class ChunkedPolicy(LabPolicy):
     """A policy that serves: first chunk, selected chunks, and everything from the recent chunks on.
 
-    ``cache/retrieval_cache.py`` and ``cache/pass_selection.py``, which serve requests, select for
-    every ``TOKENS_PER_SELECTION`` tokens after a full pass of the replay, by the first one's query.
+    As at level 2, each full pass of the replay makes more chunks candidates, and for every
+    ``TOKENS_PER_SELECTION`` tokens after it they are selected by the first one's query.
     """
 
     selection: ClassVar[type[SelectionPolicy]]
 
     def keep(self, layer, kv_head, query, scores, visible):
-        sizes, keep = self.sizes, torch.zeros_like(visible)
-        cache = self._cache(layer, kv_head)
-        logical_blocks = np.arange(layer.num_tokens // sizes.chunk_size + 1, dtype=np.int32)
+        sizes, keys, keep = self.sizes, layer.keys[kv_head], torch.zeros_like(visible)
+        policy, budget = self.selection(), sizes.retrieval_budget
+        num_chunks, head_dim = len(keys) // sizes.chunk_size, keys.shape[-1]
+        chunks = keys[: num_chunks * sizes.chunk_size].unflatten(0, (num_chunks, -1))
+        summaries = {
+            kind: kind.reduce(chunks, 1).to(keys.dtype)[None, None] for kind in policy.summaries
+        }  # [1, 1, num_chunks, head_dim]
         for row in range(0, layer.num_replayed, sizes.tokens_per_pass):
+            end = min(row + sizes.tokens_per_pass, layer.num_replayed)
             # The full pass has computed all tokens before this one.
-            selected = cache.selection("replay", logical_blocks, layer.start + row)
-            is_kept = keep.new_zeros(len(logical_blocks))
-            is_kept[selected.tail_start :] = True
-            pass_rows = range(row, min(row + sizes.tokens_per_pass, layer.num_replayed))
-            step = TOKENS_PER_SELECTION if selected.candidates else len(pass_rows)
-            for token in pass_rows[::step]:
-                blocks = selected.blocks[0, 0]
-                if selected.candidates:
-                    blocks = _select_in_pass(cache, blocks, selected.candidates, query[:, token])
-                tokens = is_kept.index_fill(0, blocks.long(), True)
-                tokens = tokens.repeat_interleave(sizes.chunk_size)[: layer.num_tokens]
-                keep[token : pass_rows[-1] + 1] = tokens
+            num_full = (layer.start + row) // sizes.chunk_size
+            num_read, tail = budget.of(num_full), num_full - budget.recent
+            for token in range(row, end, TOKENS_PER_SELECTION):
+                is_kept = keep.new_ones(num_chunks + 1)
+                if num_full > num_read:  # else the context fits the budget
+                    among = {kind: numbers[:, :, 1:tail] for kind, numbers in summaries.items()}
+                    heads = query[None, None, :, token]
+                    votes = policy.votes(policy.checked_score(heads, among, tail - 1), head_dim)
+                    is_kept[1:tail] = False
+                    is_kept[1 + votes[0, 0].topk(num_read - budget.recent - 1).indices] = True
+                tokens = is_kept.repeat_interleave(sizes.chunk_size)[: layer.num_tokens]
+                keep[token:end] = tokens
         return keep[None]
-
-    def _cache(self, layer, kv_head: int) -> RetrievalCache:
-        """Make a retrieval cache of one layer and KV head, with the context's blocks in order."""
-        sizes, keys = self.sizes, layer.keys[kv_head]
-        num_full = len(keys) // sizes.chunk_size
-        blocks = keys[: num_full * sizes.chunk_size].view(num_full, sizes.chunk_size, -1)
-
-        def block_summaries(ids: torch.Tensor, kind: Summary) -> torch.Tensor:  # [n, 1, head_dim]
-            return kind.reduce(blocks[ids], 1)[:, None]
-
-        policy = self.selection()
-        shape = (1, num_full, 1, keys.shape[-1])
-        summaries = ChunkSummaries(
-            policy.summaries, *shape, keys.dtype, keys.device, [block_summaries]
-        )
-        return RetrievalCache(summaries, policy, sizes.chunk_size, sizes.retrieval_budget)
-
-
-def _select_in_pass(
-    cache: RetrievalCache,
-    blocks: torch.Tensor,  # [num_selected]
-    candidates: Candidates,
-    query: torch.Tensor,  # [group, head_dim]
-) -> torch.Tensor:  # [num_selected], the first block and those that the query selects
-    table = blocks.int()[None, None, None].contiguous()
-    selection = PassSelection(cache.policy, {0: candidates}, 1, cache.head_strides)
-    selection.begin_pass([0], [1], [0], table)
-    selection.select(0, query[None])
-    return table[0, 0, 0]
 
 
 _LAB_ALONE: dict[str, type[LabPolicy]] = {policy.name: policy for policy in (Full, TopK)}
