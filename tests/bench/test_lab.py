@@ -31,22 +31,26 @@ from vllm_triforce_bench.lab.trace import AttentionOptions, LayerTrace, causal_m
 
 START, COUNT, DIM = 301, 37, 16
 SPARSE = {name: policy for name, policy in POLICIES.items() if name != "full"}
-SMALL = Sizes(budget=64, chunk_size=8, refresh_interval=2, tokens_per_pass=7)
+SMALL = Sizes(budget=64, chunk_size=8, tokens_per_pass=7)
 
 
 def layer_trace(num_heads=4, num_kv_heads=2, seed=0, **options) -> LayerTrace:
-    """A layer of random keys and queries."""
+    """A layer of random keys and values."""
     torch.manual_seed(seed)
     total = START + COUNT
     keys, values = torch.randn(2, num_kv_heads, total, DIM)
-    queries = torch.randn(num_heads, total, DIM) * 2
     options = AttentionOptions(DIM**-0.5, **options)
-    return LayerTrace(keys, values, queries[:, START - 1 :], START, options)
+    return LayerTrace(keys, values, num_heads // num_kv_heads, START, options)
 
 
-def kept(layer: LayerTrace, policy: LabPolicy, kv_head: int, query=None) -> torch.Tensor:
-    """[group, COUNT, tokens]: what a policy shows to the recorded queries."""
-    query = layer.queries[:, 1:] if query is None else query
+def some_queries(num_heads: int, seed: int = 0) -> torch.Tensor:
+    """[num_heads, COUNT, DIM]: of the replayed tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_heads, COUNT, DIM, generator=generator) * 2
+
+
+def kept(layer: LayerTrace, policy: LabPolicy, kv_head: int, query) -> torch.Tensor:
+    """[group, COUNT, tokens]: what a policy shows to queries of all heads."""
     scores = query[layer.heads(kv_head)] @ layer.keys[kv_head].T * DIM**-0.5
     visible = causal_mask(layer.positions(), layer.num_tokens)
     mask = policy.mask(layer, kv_head, query[layer.heads(kv_head)], scores, visible)
@@ -133,7 +137,7 @@ def test_a_sparse_pass_is_stock_attention_under_a_mask(gqa):
     stock.set_attn_implementation("eager")
     layer = trace.layers[0]
     visible = causal_mask(layer.positions(), layer.num_tokens)
-    query = layer.queries[layer.heads(0), 1:]
+    query = torch.randn(layer.group, layer.num_replayed, layer.keys.shape[-1])
     shown = policy.mask(layer, 0, query, torch.zeros(1, *visible.shape), visible)[0]
     for row in range(0, 30, 5):
         position = 190 + row
@@ -194,8 +198,6 @@ def test_recording_in_pieces_is_recording_at_once():
     (output, layer), (wanted, whole) = record(128, 129, START, total), record(total)
     torch.testing.assert_close(output, wanted)
     assert torch.equal(layer.keys, whole.keys) and torch.equal(layer.values, whole.values)
-    assert torch.equal(layer.queries, whole.queries)
-    assert torch.equal(layer.queries, queries[:, START - 1 :])
 
 
 # ------------------------------------------------------------------------------- the policies
@@ -216,12 +218,30 @@ def test_a_budget_that_covers_the_context_agrees_exactly(gqa, policy):
     assert not torch.equal(sparse, full)
 
 
-@pytest.mark.parametrize("refresh_interval, tokens_per_pass", [(0, 7), (1, 1), (1, 7), (3, 5)])
+@pytest.mark.parametrize("policy", SPARSE.values(), ids=SPARSE.keys())
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2)])
+@pytest.mark.parametrize("budget", [64, 208])
+def test_policies_keep_what_they_may(policy, heads, budget):
+    """Sink, own token, and no more than the budget and what was written since a selection."""
+    layer = layer_trace(*heads)
+    sizes = dataclasses.replace(SMALL, budget=budget, recent_tokens=None)
+    for kv_head in range(2):
+        mask = kept(layer, policy(sizes), kv_head, some_queries(heads[0]))
+        counts = mask.sum(-1)
+        grown = sizes.tokens_per_pass + sizes.chunk_size
+        exact = policy.name == "topk"
+        assert int(counts.max()) <= budget + (0 if exact else grown)
+        assert int(counts.min()) >= budget - (0 if exact else sizes.chunk_size)
+        if policy.name != "topk":
+            assert bool(mask.diagonal(START, 1, 2).all())
+
+
+@pytest.mark.parametrize("tokens_per_pass", [7, 1, 5])
 @pytest.mark.parametrize("policy", selection.POLICIES.values(), ids=selection.POLICIES)
-def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_per_pass):
+def test_the_lab_reads_what_the_engine_selects(policy, tokens_per_pass):
     """The lab, head by head over the context in order, reads what the serving class reads with
     all layers and heads at once and scattered blocks."""
-    sizes = Sizes(64, 8, 24, refresh_interval, tokens_per_pass)
+    sizes = Sizes(64, 8, 24, tokens_per_pass)
     layers = [layer_trace(8, 2, seed) for seed in range(2)]
     num_blocks = layers[0].num_tokens // 8 + 1
     blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
@@ -244,20 +264,23 @@ def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_
         torch.device("cpu"),
         [block_summaries(layer) for layer in layers],
     )
-    engine = RetrievalCache(summaries, policy(), 8, RetrievalBudget(8, 8, 3), refresh_interval)
+    engine = RetrievalCache(summaries, policy(), 8, RetrievalBudget(8, 8, 3))
     lab = POLICIES[policy.name](sizes)
-    masks = [[kept(layer, lab, head)[0] for head in range(2)] for layer in layers]
+    queries = [some_queries(8, seed) for seed in range(2)]
+    masks = [
+        [kept(layer, lab, head, query)[0] for head in range(2)]
+        for layer, query in zip(layers, queries)
+    ]
     for row in range(0, COUNT, tokens_per_pass):
-        query = torch.stack([layer.queries[:, row] for layer in layers])
-        selected = engine.selection("a", blocks, START + row, lambda query=query: query)
+        selected = engine.selection("a", blocks, START + row)
         last = min(row + tokens_per_pass, COUNT) - 1
         tables, skipped = engine.block_table([selected], [blocks], [START + last + 1])
         if selected.candidates:
             selecting = row + (last - row) // TOKENS_PER_SELECTION * TOKENS_PER_SELECTION
             in_pass = PassSelection(engine.policy, {0: selected.candidates}, 2, engine.head_strides)
             in_pass.begin_pass([0], [1], [0], tables.unflatten(1, (1, -1)))
-            for number, layer in enumerate(layers):
-                in_pass.select(number, layer.queries[None, :, selecting + 1])
+            for number, query in enumerate(queries):
+                in_pass.select(number, query[None, :, selecting])
         for number in range(2):
             for head in range(2):
                 table = (tables[number, head] - head) // 2
@@ -270,13 +293,13 @@ def test_the_lab_reads_what_the_engine_selects(policy, refresh_interval, tokens_
 @pytest.mark.parametrize("policy", ["retrieval", "quest", "streaming"])
 def test_no_choice_of_as_many_tokens_keeps_more_attention_than_topk(policy):
     """Top-k is a ceiling: given as many tokens it keeps at least the same share, in 0 to 1."""
-    layer = layer_trace(8, 2)
+    layer, query = layer_trace(8, 2), some_queries(8)
     visible = causal_mask(layer.positions(), layer.num_tokens)
     for kv_head in range(2):
-        scores = layer.queries[layer.heads(kv_head), 1:] @ layer.keys[kv_head].T * DIM**-0.5
-        mask = kept(layer, POLICIES[policy](SMALL), kv_head)
+        scores = query[layer.heads(kv_head)] @ layer.keys[kv_head].T * DIM**-0.5
+        mask = kept(layer, POLICIES[policy](SMALL), kv_head, query)
         budget = int(mask.sum(-1).max())
-        best = kept(layer, POLICIES["topk"](Sizes(budget, 1, 1)), kv_head)
+        best = kept(layer, POLICIES["topk"](Sizes(budget, 1, 1)), kv_head, query)
         mass, ceiling = kept_mass(scores, visible, mask), kept_mass(scores, visible, best)
         assert bool((mass <= ceiling).all()) and float(mass.mean()) < float(ceiling.mean())
         assert float(mass.min()) > 0 and float(ceiling.max()) <= 1
@@ -395,7 +418,7 @@ RUN = [
     *("lab", str(PAIR / "target"), "--text", str(PROMPTS / "held_out.txt")),
     *("--context", "512", "--contexts", "256", "512", "--chunk-size", "16"),
     *("--budgets", "64", "128", "--at-budgets", "128", "--chunk-sizes", "8", "16"),
-    *("--recent-shares", "0.25", "0.5", "--refresh-intervals", "1", "8"),
+    *("--recent-shares", "0.25", "0.5"),
     *("--replay-tokens", "16", "--stretches", "2"),
 ]
 
@@ -411,11 +434,11 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
     lines = [line for line in progress.splitlines() if line.endswith(("left", "not known yet"))]
     assert lines[0] == "0 of 4 prompts, time left: not known yet"
     assert re.fullmatch(r"stretch 1 of 4, 256 tokens, depth: \d+%, 0:\d\d:\d\d left", lines[1])
-    assert lines[-1] == "stretch 4 of 4, 512 tokens, refresh: 100%, 0:00:00 left"
-    assert len(lines) == 1 + 2 * (1 + 5)
+    assert lines[-1] == "stretch 4 of 4, 512 tokens, recent: 100%, 0:00:00 left"
+    assert len(lines) == 1 + 2 * (1 + 4)
     rows = pd.read_csv(tmp_path / "rows.csv")
     counts = rows.groupby("experiment").size().to_dict()
-    assert counts == dict(budget=16, depth=16, chunk=4, recent=4, refresh=4)
+    assert counts == dict(budget=16, depth=16, chunk=4, recent=4)
     shares = rows[["greedy_agreement", "acceptance", "kept_mass"]]
     assert bool(((shares >= 0) & (shares <= 1)).all(axis=None))
     at = rows[(rows.experiment == "budget") & (rows.budget == 128)].groupby("policy")
@@ -423,7 +446,7 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
     document = json.loads((tmp_path / "results.json").read_text())
     assert len(document["rows"]) == len(rows) and document["settings"]["context"] == 512
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 5 and "src='http" not in page
+    assert page.count("data:image/png;base64,") == 4 and "src='http" not in page
     assert (tmp_path / "budget.png").stat().st_size > 10_000
 
 
@@ -442,7 +465,6 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
         (["--top-p", "0"], "--top-p: 0 is not accepted: input should be greater than 0"),
         (["--temperature", "nan"], "--temperature: nan is not accepted"),
         (["--recent-shares", "1.5"], "--recent-shares: 1.5 is not accepted: input should be less"),
-        (["--refresh-intervals", "-1"], "--refresh-intervals: -1 is not accepted"),
         (["--device", "toaster"], "device='toaster'"),
         (["--output", __file__], "is a file"),
     ],

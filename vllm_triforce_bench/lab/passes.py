@@ -41,10 +41,6 @@ class Recording:
         end = first + query.shape[1]
         layer.keys[:, first:end] = keys
         layer.values[:, first:end] = values
-        newest = self.start - 1  # of the prompt, and the first whose query is kept
-        if end > newest:
-            kept = max(first, newest)
-            layer.queries[:, kept - newest : end - newest] = query[:, kept - first :]
         output = values.new_empty(*query.shape[:2], values.shape[-1])
         max_scores = _MAX_SCORES.get(query.device.type, _MAX_SCORES_ELSEWHERE)
         rows = max(1, max_scores // (layer.group * end))
@@ -69,7 +65,7 @@ class Recording:
         return LayerTrace(
             keys.new_empty(heads, num_tokens, keys.shape[-1]),
             values.new_empty(heads, num_tokens, values.shape[-1]),
-            query.new_empty(query.shape[0], 1 + num_tokens - self.start, query.shape[-1]),
+            query.shape[0] // heads,
             self.start,
             options,
         )

@@ -1,4 +1,4 @@
-"""A recorded context: keys, values and queries of each layer, and attention over them.
+"""A recorded context: keys and values of each layer, and attention over them.
 
 Attention is plain PyTorch, readable rather than fast. One expression serves the full pass and every
 policy, with soft caps and attention sinks: policies that read the same tokens agree bit for bit.
@@ -30,27 +30,23 @@ class LayerTrace:
     """One layer of a recorded context of ``start + num_replayed`` tokens.
 
     Args:
+        group: query heads of a KV head.
         start: position of the first replayed token, the prompt's length.
     """
 
     keys: torch.Tensor  # [num_kv_heads, num_tokens, head_dim], RoPE applied
     values: torch.Tensor  # [num_kv_heads, num_tokens, value_dim]
-    queries: torch.Tensor  # [num_heads, 1 + num_replayed, head_dim], from position start - 1 on
+    group: int
     start: int
     options: AttentionOptions
 
     @property
     def num_replayed(self) -> int:
-        return self.queries.shape[1] - 1
+        return self.num_tokens - self.start
 
     @property
     def num_tokens(self) -> int:
-        return self.start + self.num_replayed
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.queries.shape[0] // self.keys.shape[0]
+        return self.keys.shape[1]
 
     def heads(self, kv_head: int) -> slice:
         """Slice of a KV head's query heads."""
