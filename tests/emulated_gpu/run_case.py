@@ -100,7 +100,7 @@ def _plan_by_dice(llm, speculator) -> None:
     dice = Dice(speculator, seed=5)
     numbers = iter(range(1 << 30))
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    scheduler.plan_step = lambda able, num_plain: StepPlan(next(numbers), dice.proposing(able))
+    scheduler.plan_step = lambda able, *_: StepPlan(next(numbers), dice.proposing(able))
 
 
 def _count_replayed_rounds() -> Counter:
