@@ -1,12 +1,12 @@
 """Promise: a draft ends where its next token would make the batch slower, and not before."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.worlds import DRAFT, LONG_PAYS, controller, matched
 from vllm_triforce.controller import Candidate, Choice
+from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.options import EndedDrafts
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.controller.stop_rule import ConfidenceRates, StopRule
@@ -104,7 +104,7 @@ def test_the_plan_is_corrected_by_what_was_drafted(chosen):
     found, candidate = chosen
     found.choose([candidate])
     for planned, drafted in ((2, 5), (4, 1), (3, 3)):
-        found.planned = SimpleNamespace(plus=lambda *more: more)
+        found.planned = Planned(0, 0.0)
         ended = found.rule_for_direct_draft(DRAFT, [candidate], 0)
         ended.classes[0] += [7] * drafted
         found.on_draft_end([candidate], [planned], ended, num_passes=drafted)

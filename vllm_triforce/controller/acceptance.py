@@ -138,7 +138,7 @@ class Rates:
     def by_place(
         self, source: str, through_level2: bool, match_class: int, num_tokens: int
     ) -> list[float]:
-        """Return the acceptance of each token of a draft that begins in ``match_class``."""
+        """Return the acceptance of each token of a draft."""
         rates = self.level1[source, through_level2]
         values = [rate.value for rate in rates[match_class : match_class + num_tokens]]
         return values + [rates[-1].value] * (num_tokens - len(values))
@@ -152,11 +152,7 @@ class Rates:
         num_accepted: int,
         probs: Sequence[float] | None = None,
     ) -> None:
-        """Add the test of a draft that begins in ``match_class``.
-
-        Args:
-            probs: probability of acceptance of each token, of a source with one class.
-        """
+        """Add the test of a draft; ``probs``, of each token, are of a source with one class."""
         *rates, last = self.level1[source, through_level2][match_class:]
         for rate in rates:
             if not num_drafted:
@@ -191,7 +187,7 @@ class Acceptance:
     """
 
     def __init__(self, sources: Sequence[SourceTraits]) -> None:
-        self._sources = sources
+        self._with_passes = {source.name for source in sources if source.takes_passes}
         self.greedy = Rates.prior(sources, CAUTION)
         self.sampled = Rates.prior(sources, CAUTION)
         self.requests: dict[str, tuple[Rates, bool]] = {}
@@ -221,32 +217,26 @@ class Acceptance:
         match_class: int | None,
         num_drafted: int,
         num_accepted: int,
-        num_unbiased: int | None = None,
+        num_unbiased: int,
     ) -> None:
         """Learn from level 2's test of a source's tokens; None for no draft.
 
         Args:
-            num_unbiased: first tokens whose tests count; None for all.
+            num_unbiased: first tokens whose tests count.
         """
-        counted = num_drafted if num_unbiased is None else min(num_unbiased, num_drafted)
+        counted = min(num_unbiased, num_drafted)
         for rates in self.request_and_engine_rates(request_id):
             rates.add_round(num_accepted + 1)
             if source is not None and match_class is not None:
                 rates.add_draft(source, True, match_class, counted, min(counted, num_accepted))
                 self._relate(rates, source, was_direct=False)
-            for other in self._sources:
-                if other.takes_passes and other.name != source:
-                    rates.of(other.name, True, 0).fade()
+            for other in self._with_passes - {source}:
+                rates.of(other, True, 0).fade()
 
     def observe_rounds(
         self, request_id: str, source: str | None, num_rounds: int, accepted: int, rejected: int
     ) -> None:
-        """Learn from all rounds of a proposal at once.
-
-        Args:
-            accepted: tokens of the source.
-            rejected: rounds in which level 2 rejected one.
-        """
+        """Learn from a proposal's rounds, in ``rejected`` of which level 2 rejected a token."""
         for rates in self.request_and_engine_rates(request_id):
             for _ in range(num_rounds):
                 rates.add_round((accepted + num_rounds) / num_rounds)
@@ -272,7 +262,7 @@ class Acceptance:
                 level 2 and the draft model, whose tokens follow the rejected one. They are too high
                 for prompt lookup, whose match ignores the rejection, so it learns from outcomes.
         """
-        takes_passes = any(s.name == choice.route and s.takes_passes for s in self._sources)
+        takes_passes = choice.route in self._with_passes
         model_probs = probs[:num_drafted] if probs and takes_passes else None
         for rates in self.request_and_engine_rates(request_id):
             if choice.route == HIERARCHICAL:
@@ -284,7 +274,7 @@ class Acceptance:
                 self._relate(rates, choice.route, was_direct=True)
 
     def _relate(self, rates: Rates, source: str, was_direct: bool) -> None:
-        if any(s.name == source and s.takes_passes for s in self._sources):
+        if source in self._with_passes:
             rates.relate(source, was_direct)
 
     def release(self, request_id: str) -> None:

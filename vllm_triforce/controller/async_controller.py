@@ -7,12 +7,17 @@ first pass, and of the pass that verifies them.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import NamedTuple
 
 from vllm_triforce.controller.acceptance import ROUND_PRIOR
 from vllm_triforce.controller.controller import Controller, Planned
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN, Choice
+
+Plans = dict[str, tuple[Choice, int]]
+"""Choice and number of rounds, by request that proposes."""
 
 # Deciding may take this share of the time: a decision holds for longer, but not beyond so long.
 _DECIDING_SHARE, _MAX_HOLD_S = 0.05, 0.25
@@ -39,35 +44,22 @@ class Outcome:
     level1_rejected: int = 0
 
 
-@dataclass
-class _Pending:
-    """A step whose outcome is not known yet.
+class _Pending(NamedTuple):
+    """A step whose outcome is not known yet."""
 
-    Args:
-        contexts: of each request that proposes.
-        untypical: requests that did not propose by the same route in the step before. Their
-            proposals may read the whole context, or the draft's window.
-        has_seed: True if a request has a seed.
-    """
-
-    plan: dict[str, tuple[Choice, int]]
+    plan: Plans
     planned: Planned | None
     contexts: dict[str, int]
     untypical: set[str]
+    """Requests that did not propose by the same route in the step before. Their proposals may read
+    the whole context, or the draft's window."""
     has_seed: bool
 
 
-@dataclass
-class _Held:
-    """A decision that holds for further steps.
+class _Held(NamedTuple):
+    """A decision on ``request_ids`` that holds for further steps, ``until`` a time on the clock."""
 
-    Args:
-        plan: choice and rounds, by request that proposes.
-        request_ids: of all requests that were decided on.
-        until: time on the clock.
-    """
-
-    plan: dict[str, tuple[Choice, int]]
+    plan: Plans
     request_ids: set[str]
     planned: Planned | None
     until: float
@@ -96,16 +88,13 @@ class AsyncController:
 
     def decide(
         self, request_ids: Sequence[str], candidate: Callable[[str], Candidate], num_plain: int = 0
-    ) -> tuple[int, dict[str, tuple[Choice, int]]]:
-        """Choose the proposals after the step that is being scheduled.
+    ) -> tuple[int, Plans]:
+        """Choose the proposals after the step that is being scheduled; return its number too.
 
         Args:
             request_ids: of the requests that could be speculated on.
             candidate: describes one of them; most steps need none.
             num_plain: further requests of the step.
-
-        Returns:
-            The step's number; and, by request that proposes, its choice and the number of rounds.
         """
         controller, number = self.controller, self._num_steps
         self._num_steps += 1
@@ -140,9 +129,7 @@ class AsyncController:
                 self._held = _Held(plan, set(request_ids), planned, until)
         return number, plan
 
-    def _plan(
-        self, candidates: Sequence[Candidate], num_plain: int
-    ) -> dict[str, tuple[Choice, int]]:
+    def _plan(self, candidates: Sequence[Candidate], num_plain: int) -> Plans:
         choices = self.controller.choose(list(candidates), num_plain)
         rounds = [self._num_rounds(c, choice) for c, choice in zip(candidates, choices)]
         # Requests share rounds: one that lacks tokens drafts while another has rounds left.
@@ -182,21 +169,16 @@ class AsyncController:
         return extended
 
     def _num_rounds(self, candidate: Candidate, choice: Choice) -> int:
-        """Return the mean number of rounds of a proposal.
-
-        Seeded requests use ``ROUND_PRIOR``, so their samples do not depend on learned acceptance.
-        """
+        """Return the mean number of rounds of a proposal."""
         if choice.route != HIERARCHICAL:
             return -(-choice.num_tokens // self.controller.config.gamma)
         round_tokens = ROUND_PRIOR
-        if not candidate.has_seed:
+        if not candidate.has_seed:  # whose samples must not depend on learned acceptance
             rates = self.controller.acceptance.of(candidate.request_id, candidate.is_greedy)
             round_tokens = max(1.0, rates.round_tokens)
         return max(1, round(choice.num_tokens / round_tokens))
 
-    def _repeat(
-        self, number: int, held: _Held, candidate: Callable[[str], Candidate]
-    ) -> dict[str, tuple[Choice, int]]:
+    def _repeat(self, number: int, held: _Held, candidate: Callable[[str], Candidate]) -> Plans:
         """Repeat a decision for the requests that are still there, as far as they have room."""
         plan, contexts, is_same = {}, {}, self._present == held.request_ids
         for request_id, (choice, num_rounds) in held.plan.items():
@@ -214,7 +196,7 @@ class AsyncController:
     def _add_pending(
         self,
         number: int,
-        plan: dict[str, tuple[Choice, int]],
+        plan: Plans,
         planned: Planned | None,
         contexts: dict[str, int],
         has_seed: bool = False,
@@ -252,7 +234,6 @@ class AsyncController:
         """Learn from the output of a step, which verified the proposals after the step before.
 
         Args:
-            number: of ``decide()``.
             outcomes: by request, of the proposals that it verified.
             proposing_seconds: of these proposals on the device, by route.
             step: its time; None if it compares with no other step.
@@ -291,9 +272,7 @@ class AsyncController:
                 continue
             if route == HIERARCHICAL and LEVEL2_ALONE not in proposing_seconds:
                 num_rounds = max(pending.plan[request_id][1] for request_id in request_ids)
-                context = sum(pending.contexts[request_id] for request_id in request_ids) / len(
-                    request_ids
-                )
+                context = fmean(pending.contexts[request_id] for request_id in request_ids)
                 drafts_s = costs.drafts_per_round * costs.draft(len(request_ids))
                 round_s = taken_s / num_rounds
                 if round_s < drafts_s:  # start-up measured passes of the draft too slow

@@ -7,7 +7,8 @@ proposals that explore (``exploration.py``). Values that the user gave are not c
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +19,7 @@ from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.lengths import DraftLengths, FixedLengths
 from vllm_triforce.controller.measurements import BreakEven, StepTime
 from vllm_triforce.controller.options import Candidate, Options, SharedCosts, build_options
-from vllm_triforce.controller.planner import (
-    StepCosts,
-    best_alone,
-    plan,
-    unshared_seconds,
-)
+from vllm_triforce.controller.planner import StepCosts, best_alone, plan, unshared_seconds
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, SourceTraits
 from vllm_triforce.controller.stop_rule import StopRule, StopRules
 
@@ -33,20 +29,13 @@ _ADOPT_EVERY = 16
 _SHORT_LENGTHS = range(1, 9)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """Expected cost of a step's proposals and their verification.
-
-    Args:
-        seconds: without the setup of first proposals, and without ``CostModel.speculating``, which
-            is learned by comparison with it.
-    """
+class Planned(NamedTuple):
+    """Expected cost of a step's proposals and their verification."""
 
     num_drafts: int
     seconds: float
-
-    def plus(self, num_drafts: int, seconds: float) -> "Planned":
-        return Planned(self.num_drafts + num_drafts, self.seconds + seconds)
+    """Without the setup of first proposals, and without ``CostModel.speculating``, which is learned
+    by comparison with it."""
 
 
 class Controller:
@@ -129,17 +118,16 @@ class Controller:
                 costs: where the machine slows down in the middle of an answer, plain steps must not
                 seem slow earlier than passes.
         """
-        model = replace(model, drafts_per_round=self._drafts_per_round)
-        self.measured = model
+        self.measured = replace(model, drafts_per_round=self._drafts_per_round)
         self._adopt = adopt
-        self._use_costs(self._newest_costs(model))
+        self._update_costs(self.measured)
 
     def seeded_request_joined(self) -> None:
         """Decide in this step: no rest may delay a seeded request."""
         self.backoff.reset()
 
     def requests_joined(self) -> None:
-        """Decide soon: prompts of requests without a seed have been read, or requests came back."""
+        """Decide soon: unseeded requests have read their prompts, or have come back."""
         if "context" in self.chooses:
             self.backoff.on_requests_joined()
         else:
@@ -148,17 +136,13 @@ class Controller:
     # Decisions.
 
     def choose(self, candidates: list[Candidate], num_plain: int = 0) -> list[Choice]:
-        """Choose the proposal of each candidate in this step.
-
-        Args:
-            num_plain: further requests of the batch, which decode plainly.
-        """
+        """Choose the proposals of a step; ``num_plain`` further requests decode plainly."""
         self.planned, self.is_steady = None, False
         choices = [self._fixed.choice(candidate) for candidate in candidates]
         if self.chooses:
             start = self.clock()
             if self.measured is not None and self._adoption_is_due():
-                self._use_costs(self._newest_costs(self.measured))
+                self._update_costs(self.measured)
             self.num_decisions += 1
             options = self._options(candidates, num_plain)
             costs = self.step_costs(candidates, num_plain)
@@ -180,8 +164,9 @@ class Controller:
         is_due = count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count.bit_count() == 1)
         return self._adopt is None or is_due
 
-    def _newest_costs(self, measured: CostModel) -> CostModel:
-        return self._adopt(measured).copy() if self._adopt else measured
+    def _update_costs(self, measured: CostModel) -> None:
+        self._model = self._adopt(measured).copy() if self._adopt else measured
+        self._draft_lengths.use_costs(self._model)
 
     def hold(self) -> None:
         """Count a step that repeats the newest decision."""
@@ -208,8 +193,8 @@ class Controller:
 
         The full pass is priced without the contexts of the ``num_plain`` other requests.
         """
-        model, count, is_greedy = self.model, len(candidates), _are_greedy(candidates)
-        contexts, num_reqs = [c.context for c in candidates], count + num_plain
+        model, is_greedy = self.model, all(c.is_greedy for c in candidates)
+        contexts, num_reqs = [c.context for c in candidates], len(candidates) + num_plain
         return StepCosts(
             model,
             model.plain_step(contexts, num_reqs, is_greedy),
@@ -222,11 +207,7 @@ class Controller:
     def _options(
         self, candidates: Sequence[Candidate], num_plain: int, rates: Rates | None = None
     ) -> Options:
-        """Build the options of a batch.
-
-        Args:
-            rates: of every request, in place of the learned ones.
-        """
+        """Build the options of a batch, by the learned rates or by ``rates`` of every request."""
         model, max_tokens, count = self.model, self.config.num_speculative_tokens, len(candidates)
         fixed_lengths: list[int] = []
         if "length" in self.chooses:
@@ -269,13 +250,7 @@ class Controller:
         num_rows: int,
         max_tokens: int,
     ) -> tuple[str | None, int]:
-        """Choose the source of a round's draft and its number of tokens.
-
-        Args:
-            match_classes: match class by source, None for no tokens.
-            num_rows: requests in this round.
-            max_tokens: tokens that level 2 has room for.
-        """
+        """Choose the source of a round's draft and its number of tokens; see ``DraftLengths``."""
         if self.config.levels == "2,3":
             return None, 0
         if "gamma" not in self.chooses or has_seed:
@@ -288,20 +263,14 @@ class Controller:
         best = plan(options, self.step_costs([candidate], 0))
         return options.choice(0, best.options[0])
 
-    def _use_costs(self, model: CostModel) -> None:
-        self._model = model
-        self._draft_lengths.use_costs(model)
-
     # Ends of drafts.
 
     def rule_for_direct_draft(
         self, source: str, candidates: Sequence[Candidate], num_plain: int
     ) -> StopRule | None:
-        """Return the rule for drafts that go straight to the full pass; None for fixed lengths.
+        """Return the rule for drafts of ``candidates`` that go straight to the full pass.
 
-        Args:
-            candidates: that draft.
-            num_plain: other requests of the batch.
+        None for fixed lengths.
         """
         if "length" not in self.chooses:
             return None
@@ -413,7 +382,8 @@ class Controller:
     def add_to_plan(self, num_drafts: int, seconds: float) -> None:
         """Add drafts and their cost to the present plan; either may be negative."""
         if self.planned is not None:
-            self.planned = self.planned.plus(num_drafts, seconds)
+            before = self.planned
+            self.planned = Planned(before.num_drafts + num_drafts, before.seconds + seconds)
 
     def reads_window(self, num_tokens: int) -> None:
         """Add the draft model's reading of ``num_tokens`` to the present plan."""
@@ -434,10 +404,6 @@ class Controller:
         self.trials.release(request_id)
         self._chosen.pop(request_id, None)
         self.stop_rules.release(request_id)
-
-
-def _are_greedy(candidates: Sequence[Candidate]) -> bool:
-    return all(candidate.is_greedy for candidate in candidates)
 
 
 def _planned(options: Options, columns: np.ndarray, costs: StepCosts) -> Planned:

@@ -85,12 +85,7 @@ class CostModel:
     # Full passes.
 
     def full_pass(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
-        """Return the seconds of a full pass, without overhead.
-
-        Args:
-            tokens: of each request, in this pass.
-            contexts: of each request.
-        """
+        """Return the seconds of a full pass, without overhead, of each request's tokens."""
         counts = np.asarray(tokens)
         table = self.attention_table(contexts, int(counts.max()))
         first = table[:, 1]
@@ -121,11 +116,8 @@ class CostModel:
     def attention_scales(self, num_reqs: int, num_verifying: int) -> tuple[float, float]:
         """Return factors on the sum of the requests' attention alone.
 
-        Requests fill a machine together that one leaves idle.
-
-        Returns:
-            For single tokens of ``num_reqs`` requests, and for the further tokens of
-            ``num_verifying`` requests.
+        They are for single tokens of ``num_reqs`` requests, and for further tokens of
+        ``num_verifying`` ones. Requests fill a machine together that one leaves idle.
         """
         first, further = self.measured.attention_scales
         return _interpolate_scale(first, num_reqs), _interpolate_scale(further, num_verifying)
@@ -135,8 +127,7 @@ class CostModel:
     def level2(self, num_rows: int, num_tokens: int, context: float = 0) -> float:
         """Return the seconds of level 2's pass of ``num_tokens`` a request, and of their test.
 
-        Args:
-            context: tokens of each request, or their mean.
+        ``context`` is the mean of the requests' tokens, here and below.
         """
         return self._level2_factor(num_rows) * self.measured.level2(num_rows, num_tokens, context)
 
@@ -151,11 +142,7 @@ class CostModel:
         return self.level1_factor * seconds
 
     def round_seconds(self, num_rows: int, context: float = 0) -> float:
-        """Return the seconds of a round of levels 1 and 2.
-
-        Args:
-            context: tokens of each request, or their mean.
-        """
+        """Return the seconds of a round of levels 1 and 2."""
         return self.level2(num_rows, 3, context) + self.drafts_per_round * self.draft(num_rows)
 
     def rounds_without_drafting(self, num_rows: int, max_tokens: int) -> list[float]:
@@ -196,12 +183,7 @@ class CostModel:
         return _nearest(self.overheads, num_rows, is_greedy)
 
     def plain_step(self, contexts: Sequence[int], num_reqs: int, is_greedy: bool) -> float:
-        """Return the seconds of a plain step.
-
-        Args:
-            contexts: of the requests whose attention is priced.
-            num_reqs: in the step.
-        """
+        """Return the seconds of a plain step, with the attention of ``contexts`` alone."""
         pass_s = self.full_pass([1] * len(contexts), contexts)
         return max(pass_s / 2, pass_s + self.overhead(num_reqs, is_greedy))
 
@@ -258,8 +240,8 @@ class CostModel:
             # which hold ``speed``.
             beside_s = max(-passes_s / 2, seconds - passes_s)
             old_s = self.overheads.get(key)
-            # Disturbances make steps slower, never faster. Too long a baseline costs most: it
-            # makes everything pay, and then hardly any step is plain.
+            # Too long a baseline costs most: it makes everything pay, and then hardly any step is
+            # plain. Disturbances make steps slower, never faster.
             weight = _FASTER if old_s is not None and beside_s < old_s else _NEW
             self.overheads[key] = new_s = _moved(old_s, beside_s, seconds, weight)
             usual_s = self.plain_passes.get(key, passes_s)

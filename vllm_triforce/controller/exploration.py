@@ -71,11 +71,7 @@ class SpeculationBackoff:
     def next_rest(self, decision_s: float, plain_s: float) -> int:
         """Return the steps of a rest after a decision to speculate nowhere.
 
-        A decision takes at most the share of the time that trials have.
-
-        Args:
-            decision_s: seconds by which it delays the batch.
-            plain_s: of a plain step.
+        A decision, which delays the batch by ``decision_s``, takes at most the time of trials.
         """
         paid = min(round(decision_s / (TRIAL_SHARE * plain_s)), LONGEST_REST)
         self._paid_from = self.step + paid
@@ -103,11 +99,7 @@ class SpeculationBackoff:
 
 
 class Exploration:
-    """Chooses the columns of a batch's options, by the plan and beside it.
-
-    Args:
-        max_slowdown: key of that name; 1 sets no limit.
-    """
+    """Chooses the columns of a batch's options, by the plan and beside it."""
 
     def __init__(self, max_slowdown: float, fixed: FixedLengths) -> None:
         self._max_slowdown = max_slowdown

@@ -37,7 +37,6 @@ class FixedLengths:
         return 2 * self._config.retrieval_budget - candidate.context
 
     def draft(self, max_tokens: int) -> tuple[str, int]:
-        """Return the source of a round's draft and its number of tokens."""
         gamma = FIXED_GAMMA if "gamma" in self._config.adaptive_keys else self._config.gamma
         return self._source.name, min(gamma, max_tokens)
 
@@ -72,9 +71,9 @@ class DraftLengths:
         """Return the fastest source of a round's draft, None for no draft, and the length.
 
         Args:
-            match_classes: match class by source, None for no tokens.
+            match_classes: by source, None for no tokens.
             num_rows: requests in this round.
-            max_tokens: tokens that level 2 has room for.
+            max_tokens: that level 2 has room for.
         """
         rates = self._acceptance.of(request_id)
         best: tuple[str | None, int] = None, 0
@@ -96,7 +95,6 @@ class DraftLengths:
         key = num_rows, takes_passes
         if key not in self._round_s:
             model, max_tokens = self._model, self._config.num_speculative_tokens
-            draft_s = model.draft(num_rows) if takes_passes else 0.0
-            seconds = model.rounds_without_drafting(num_rows, max_tokens)
-            self._round_s[key] = seconds + draft_s * np.arange(max_tokens + 1)
+            drafts_s = takes_passes * model.draft(num_rows) * np.arange(max_tokens + 1)
+            self._round_s[key] = drafts_s + model.rounds_without_drafting(num_rows, max_tokens)
         return self._round_s[key]

@@ -64,11 +64,7 @@ class Measurements:
         return np.array([context for context, _ in self.full_by_tokens[0][1]], dtype=np.float64)
 
     def level2(self, num_reqs: float, num_tokens: float, context: float) -> float:
-        """Return the seconds of a pass of level 2 of ``num_tokens`` a request.
-
-        Args:
-            context: tokens of each request, or their mean.
-        """
+        """Return the seconds of a pass of level 2 of ``num_tokens`` a request."""
         by_reqs = [(n, interpolate(points, context)) for n, points in self.level2_by_batch]
         more_s = interpolate(by_reqs, num_reqs) - self.level2_by_batch[0][1][0][1]
         return max(0.0, interpolate(self.level2_by_tokens, num_tokens) + more_s)
@@ -166,7 +162,6 @@ class BreakEven:
     plain_step_seconds: float = 0.0
 
     def add(self, step: StepTime, seconds: float, plain_s: float) -> None:
-        """Add a step with proposals that took ``seconds`` in place of ``plain_s``."""
         at_least = step.num_verifying * plain_s
         waited = len(step.tokens) * (seconds - plain_s)
         self.speculative_step_seconds += max(0.0, at_least + waited)

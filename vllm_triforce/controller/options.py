@@ -176,19 +176,14 @@ def build_options(
     )
 
 
-def _column(values: Iterable) -> np.ndarray:
-    """Return one value a request as a column, [num_reqs, 1]."""
+def _column(values: Iterable) -> np.ndarray:  # [num_reqs, 1]
     return np.array(list(values))[:, None]
 
 
 def _verify_seconds(
     model: CostModel, candidates: Sequence[Candidate], lengths: np.ndarray, costs: SharedCosts
-) -> np.ndarray:
-    """Return the seconds that verifying proposals of ``lengths`` adds to a full pass.
-
-    Returns:
-        [num_reqs, num_lengths]
-    """
+) -> np.ndarray:  # [num_reqs, num_lengths]
+    """Return the seconds that verifying proposals of ``lengths`` adds to a full pass."""
     num_tokens = 1 + int(lengths.max(initial=0))
     attention = model.attention_table([c.context for c in candidates], num_tokens)
     token_s = costs.token_s + _column(model.draft_seconds(c.is_greedy) for c in candidates)
@@ -205,11 +200,16 @@ def _expected_tokens(
 ) -> np.ndarray:  # [num_reqs, num_lengths], float
     """Return the expected accepted tokens of proposals by a route."""
     max_tokens = int(lengths.max(initial=0))
-    acceptance = [
-        _acceptance(route, of_request, classes, max_tokens)
-        for of_request, classes in zip(rates, match_classes)
-    ]
-    return expected_by_length(np.array(acceptance))[np.arange(len(rates))[:, None], lengths]
+
+    def acceptance(rates: Rates, match_class: int | None) -> list[float]:
+        if route == HIERARCHICAL:
+            return [rates.level2.value] * max_tokens
+        if match_class is None:
+            return [0.0] * max_tokens
+        return rates.by_place(route, False, match_class, max_tokens)
+
+    by_place = [acceptance(r, classes[route]) for r, classes in zip(rates, match_classes)]
+    return expected_by_length(np.array(by_place))[np.arange(len(rates))[:, None], lengths]
 
 
 def _passes(
@@ -244,15 +244,3 @@ def _end_by_rule(
         tokens[row, at] = min(fitting * drafts.tokens, lengths[row, at])
         passes[row, at] = drafts.passes
         is_possible[row, np.arange(lengths.shape[1]) != at] = False
-
-
-def _acceptance(
-    route: Route, rates: Rates, match_classes: Mapping[Route, int | None], max_tokens: int
-) -> list[float]:
-    """Return the full pass's acceptance of each token by this route, [max_tokens]."""
-    if route == HIERARCHICAL:
-        return [rates.level2.value] * max_tokens
-    match_class = match_classes[route]
-    if match_class is None:
-        return [0.0] * max_tokens
-    return rates.by_place(route, False, match_class, max_tokens)

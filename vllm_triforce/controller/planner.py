@@ -68,11 +68,7 @@ class Plan:
 
 
 def plan(options: Options, costs: StepCosts, max_slowdown: float = 1.0) -> Plan:
-    """Return the best plan, the plain one where none gains more than predictions are wrong by.
-
-    Args:
-        max_slowdown: share of its speed that a request may lose.
-    """
+    """Return the best plan, the plain one where none gains more than predictions are wrong by."""
     rows = np.arange(len(options.tokens))
     num_reqs = len(rows) + costs.num_plain
     plain = Plan(np.full(len(rows), -1), 1.0, costs.plain_s)
@@ -105,16 +101,12 @@ def plan(options: Options, costs: StepCosts, max_slowdown: float = 1.0) -> Plan:
     return Plan(sets[best], speedup, float(seconds[best]))
 
 
-def _best_columns(logs: np.ndarray, seconds: np.ndarray, prices: np.ndarray) -> np.ndarray:
-    """Take each request's option with the largest ``log - price * seconds``, -1 below 0.
-
-    Args:
-        logs: [num_reqs, num_options], -infinity for an impossible option.
-        prices: of a second, [num_prices, 1, 1].
-
-    Returns:
-        [num_prices, num_reqs]
-    """
+def _best_columns(
+    logs: np.ndarray,  # [num_reqs, num_options], -infinity for an impossible option
+    seconds: np.ndarray,
+    prices: np.ndarray,  # of a second, [num_prices, 1, 1]
+) -> np.ndarray:  # [num_prices, num_reqs]
+    """Take each request's option with the largest ``log - price * seconds``, -1 below 0."""
     gains = logs - prices * seconds
     return np.where(gains.max(-1) > 0, gains.argmax(-1), -1)
 
@@ -143,15 +135,12 @@ def best_alone(options: Options, share_s: float) -> np.ndarray:
     return np.where(np.isfinite(speeds.max(axis=1)), speeds.argmax(axis=1), -1)
 
 
-def unshared_seconds(options: Options, columns: np.ndarray, costs: StepCosts) -> np.ndarray:
-    """Return the seconds of plans' passes beyond their requests' shares of them.
-
-    Args:
-        columns: of ``options``, -1 for none; [..., num_reqs].
-
-    Returns:
-        [...]
-    """
+def unshared_seconds(
+    options: Options,
+    columns: np.ndarray,  # of ``options``, -1 for none; [..., num_reqs]
+    costs: StepCosts,
+) -> np.ndarray:  # [...]
+    """Return the seconds of plans' passes beyond their requests' shares of them."""
     rows, is_taken = np.arange(len(options.tokens)), columns >= 0
     passes = np.where(is_taken, options.passes[rows, columns], 0)
     seconds = -np.where(is_taken, options.shared_s[rows, columns], 0).sum(-1)

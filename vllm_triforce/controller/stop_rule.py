@@ -84,18 +84,13 @@ class StopRule:
         self._chances = [1.0] * len(self.rates)
 
     def keeps(self, row: int, top_prob: float) -> bool:
-        """True if a row takes the token whose pass has been made.
-
-        Args:
-            top_prob: largest probability of the token's distribution.
-        """
+        """True if a row takes the token whose pass has been made, by its largest probability."""
         rates = self.rates[row]
         if rates is None:
             return True
         index = bisect(_BOUNDS, top_prob)
         chance = self._chances[row] * rates[index]
-        count = len(self.classes[row])
-        if not self._pays(row, chance, (count, count + 1), (count + 1, count + 1)):
+        if not self._pays(row, chance, len(self.classes[row]) + 1):
             return False
         self._chances[row] = chance
         self._tokens[row] += chance
@@ -106,20 +101,13 @@ class StopRule:
         """True if another pass pays for a row."""
         if self.rates[row] is None:
             return True
-        count = len(self.classes[row])
-        chance = self._chances[row] * self.means[row]
-        return self._pays(row, chance, (count, count), (count + 1, count + 1))
+        return self._pays(row, self._chances[row] * self.means[row], len(self.classes[row]))
 
-    def _pays(
-        self, row: int, more_tokens: float, before: tuple[int, int], after: tuple[int, int]
-    ) -> bool:
-        """True if ``more_tokens`` are worth going from one number of tokens and passes to another.
-
-        Args:
-            before, after: tokens to verify, and passes.
-        """
-        gain = 1 + more_tokens / self._tokens[row]
-        return gain > (self._seconds(row, *after) / self._seconds(row, *before)) ** self.num_reqs
+    def _pays(self, row: int, chance: float, num_passes: int) -> bool:
+        """True if a row's next token, of this chance, pays after ``num_passes`` passes."""
+        count, gain = len(self.classes[row]), 1 + chance / self._tokens[row]
+        slowdown = self._seconds(row, count + 1, count + 1) / self._seconds(row, count, num_passes)
+        return gain > slowdown**self.num_reqs
 
     def _seconds(self, row: int, num_tokens: int, num_passes: int) -> float:
         passes_s = num_passes * self.pass_s / len(self.rates)
@@ -187,10 +175,7 @@ class StopRules:
         return rates, means
 
     def expected_draft(self, source: str, candidate: Candidate) -> EndedDrafts | None:
-        """Return the expected direct draft of a request; None if it is not known.
-
-        The engine's mean, scaled to the request's acceptance.
-        """
+        """Return the engine's mean direct draft, scaled to a request; None if it is not known."""
         ended = self._ended.get((source, candidate.is_greedy))
         if candidate.has_seed or ended is None or ended.count < _MIN_ENDED:
             return None
@@ -206,11 +191,7 @@ class StopRules:
         rule: StopRule,
         num_passes: int,
     ) -> tuple[int, float]:
-        """Keep the classes of direct drafts that have ended.
-
-        Returns:
-            Drafts, and their seconds, beyond those planned.
-        """
+        """Keep the classes of ended direct drafts; return drafts and seconds beyond the plan."""
         expected = [self.expected_draft(rule.source, c) for c in candidates]
         planned_passes = max(n if e is None else e.passes for n, e in zip(num_planned, expected))
         tokens, seconds = 0, (num_passes - planned_passes) * rule.pass_s
@@ -265,8 +246,9 @@ class StopRules:
     def _of(self, source: str, through_level2: bool, request_id: str) -> ConfidenceRates:
         """Return the rates of requests like this one."""
         is_greedy = self._acceptance.is_greedy(request_id)
-        key = source, through_level2, is_greedy
-        return self._rates.setdefault(key, ConfidenceRates(is_greedy))
+        return self._rates.setdefault(
+            (source, through_level2, is_greedy), ConfidenceRates(is_greedy)
+        )
 
     def _mean_of(self, source: str, request_id: str) -> EndedDrafts:
         """Return the means of requests like this one."""

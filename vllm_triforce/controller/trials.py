@@ -1,7 +1,7 @@
 """Trial proposals: a fixed share of the time for proposals that the plan does not make."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class TrialBudget:
         self._max_s = 0.0
 
     def earn(self, seconds: float, plain_s: float) -> None:
-        """Add the share of ``seconds`` of decoding; a plain step takes ``plain_s``."""
+        """Add the share of ``seconds`` of decoding."""
         self._max_s = self._max_steps * plain_s
         if self._balance_s is None:
             self._balance_s = self._first_steps * plain_s
@@ -38,7 +38,6 @@ class TrialBudget:
         return self._balance_s is not None and seconds <= self._balance_s
 
     def can_save(self, seconds: float) -> bool:
-        """True if ``seconds`` can be saved up."""
         return seconds <= self._max_s
 
     def spend(self, seconds: float) -> bool:
@@ -49,23 +48,15 @@ class TrialBudget:
         return True
 
     def refund(self, seconds: float) -> None:
-        """Return seconds to the budget, up to its limit."""
         self._balance_s = min((self._balance_s or 0.0) + seconds, self._max_s)
 
 
-@dataclass
-class _Trial:
-    """A request's trial whose outcome is not known yet.
+class _Trial(NamedTuple):
+    """A request's trial whose outcome is not known yet."""
 
-    Args:
-        cost_s: charged to the budget.
-        min_accepted: tokens from which on such a proposal pays.
-        num_reqs, plain_s: of the step.
-    """
-
-    cost_s: float
-    min_accepted: float
-    num_reqs: int
+    cost_s: float  # charged to the budget
+    min_accepted: float  # tokens from which on such a proposal pays
+    num_reqs: int  # of the step
     plain_s: float
 
     def refund_s(self, num_accepted: int) -> float:
@@ -136,8 +127,7 @@ class Trials:
         planned = np.flatnonzero(columns >= 0)
         step_s = costs.plain_s + options.seconds[planned, columns[planned]].sum()
 
-        def turn(row: int) -> tuple[bool, int]:
-            """Requests that decode plainly come first."""
+        def turn(row: int) -> tuple[bool, int]:  # requests that decode plainly come first
             return columns[row] >= 0, self._waiting_since[candidates[row].request_id]
 
         num_trials = 0
