@@ -49,7 +49,6 @@ class PassTimer:
         return {name: self.choose(times[1:] or times) for name, times in seconds.items()}
 
     def seconds(self, run: Callable[..., object], *args) -> float:
-        """Return the seconds of ``run(*args)``."""
         return self.all_seconds({"": partial(run, *args)})[""]
 
 
@@ -60,14 +59,11 @@ def measure_full_passes(
     tokens: Sequence[int],
     contexts: Sequence[int],
 ) -> tuple[Points, list[tuple[float, Points]]]:
-    """Measure a grid of full passes.
+    """Measure ``full_by_rows`` and ``full_by_tokens`` of ``Measurements``.
 
     Args:
         run: runs a pass of (requests, tokens of each, context of each).
         tokens, contexts: of the passes of one request.
-
-    Returns:
-        ``full_by_rows`` and ``full_by_tokens`` of ``Measurements``.
     """
     rows = [n for n in _ROWS if n <= max_reqs]
     passes = [(n, 1, NO_CONTEXT) for n in rows] + [(1, q, c) for q in tokens for c in contexts]

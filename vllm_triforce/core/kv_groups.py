@@ -36,10 +36,6 @@ def attention_layers(vllm_config) -> dict[str, Attention]:
 def check_kernel_blocks(block_sizes: list[int], kernel_block_sizes: list[int]) -> None:
     """Reject backends whose kernels split KV blocks: level 2's tables hold whole blocks.
 
-    Args:
-        block_sizes: tokens per block of each KV cache group.
-        kernel_block_sizes: tokens per block of the attention kernels.
-
     Raises:
         ValueError: a kernel's block size differs from the group's.
     """

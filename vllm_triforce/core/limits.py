@@ -15,35 +15,25 @@ GREEDY_EPSILON = 1e-5
 
 
 def decodes_plainly(params) -> bool:
-    """True if a request's sampling parameters exclude it from speculation.
-
-    vLLM returns the log-probabilities of ``logprob_token_ids`` for a row with a single token only.
-
-    Args:
-        params: vLLM's ``SamplingParams``.
-    """
+    """True if a request's ``SamplingParams`` exclude it from speculation."""
     return proposal_limit(params, 1) == 0
 
 
 def proposal_limit(params, max_tokens: int) -> int:
     """Return how many of ``max_tokens`` may be proposed for a request with these parameters."""
-    if params.logprob_token_ids:
+    if params.logprob_token_ids:  # vLLM returns these for a row with a single token only
         return 0
     limit = request_limit(params)
     return max_tokens if limit is None else min(max_tokens, limit)
 
 
 def is_greedy(params) -> bool:
-    """True if a request with vLLM's ``SamplingParams`` takes the likeliest tokens."""
+    """True if a request takes the likeliest tokens."""
     return params.temperature < GREEDY_EPSILON
 
 
 def sampling_seed(params) -> int | None:
-    """Return the seed of a sampled request, None for greedy and unseeded requests.
-
-    Args:
-        params: vLLM's ``SamplingParams``, or None.
-    """
+    """Return the seed of a sampled request, None for greedy and unseeded requests."""
     return None if params is None or is_greedy(params) else params.seed
 
 

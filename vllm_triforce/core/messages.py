@@ -48,11 +48,7 @@ class RequestPlan:
 
     @classmethod
     def fixed(cls, config: ResolvedConfig, max_tokens: int) -> "RequestPlan":
-        """Plan a proposal by the configuration alone.
-
-        Args:
-            max_tokens: maximum length of the proposal, at least 1.
-        """
+        """Plan a proposal of at most ``max_tokens``, one at least, by the configuration alone."""
         if config.levels == "1,3":
             return cls(config.sources[0], max_tokens, -(-max_tokens // config.gamma))
         per_round = 1 if config.levels == "2,3" else int(ROUND_PRIOR)
@@ -75,17 +71,14 @@ class StepPlan:
 
     @property
     def routes(self) -> set[str]:
-        """Routes of the step's proposals."""
         return {plan.route for plan in self.proposing.values()}
 
 
 def attach_plan(scheduler_output, plan: StepPlan) -> None:
-    """Attach a plan to a step."""
     setattr(scheduler_output, _PLAN, plan)
 
 
 def plan_of(scheduler_output) -> StepPlan | None:
-    """Return the plan attached to a step, None if there is none."""
     return getattr(scheduler_output, _PLAN, None)
 
 
@@ -122,23 +115,15 @@ class StepReport:
 
 
 def attach_report(output, make_report) -> None:
-    """Attach a report to a step's output.
-
-    Args:
-        output: vLLM's output, maybe asynchronous.
-        make_report: returns the report. For an asynchronous output it is called by
-            ``get_output()``, when the device has finished the step.
-    """
+    """Attach the result of ``make_report()`` to a step's output, when the device has finished."""
     set_on_result(output, _REPORT, make_report)
 
 
 def report_of(output) -> StepReport | None:
-    """Return the report attached to an output, None if there is none."""
     return getattr(output, _REPORT, None)
 
 
 def attach_blocks_kept(scheduler_output, num_kept: Mapping[str, tuple[int, ...]]) -> None:
-    """Attach the number of blocks kept, by KV cache group, of requests that gave blocks back."""
     setattr(scheduler_output, _BLOCKS_KEPT, num_kept)
 
 
@@ -148,24 +133,19 @@ def blocks_kept(scheduler_output) -> Mapping[str, tuple[int, ...]]:
 
 
 class StepDrafts(NamedTuple):
-    """Drafts of a step on Model Runner V1.
-
-    Args:
-        drafts: vLLM's ``DraftTokenIds``, None if there are none.
-        expects_proposals: True if the worker may propose in the next step.
-    """
+    """Drafts of a step on Model Runner V1."""
 
     drafts: Any
+    """vLLM's ``DraftTokenIds``, None if there are none."""
     expects_proposals: bool
+    """True if the worker may propose in the next step."""
 
 
 def attach_drafts(output, runner, expects_proposals: bool) -> None:
-    """Attach the runner's drafts to a step's output."""
     # vLLM's empty output is shared by all steps.
     if output is not None and getattr(output, "req_ids", None):
         setattr(output, _DRAFTS, StepDrafts(runner.take_draft_token_ids(), expects_proposals))
 
 
 def drafts_of(output) -> StepDrafts | None:
-    """Return the drafts attached to an output, None if it brought none."""
     return getattr(output, _DRAFTS, None)

@@ -30,12 +30,6 @@ class PassInput:
     def from_rows(
         cls, rows: list[list[int]], first_positions: list[int], device: torch.device
     ) -> "PassInput":
-        """Build the inputs of a pass.
-
-        Args:
-            rows: token ids of each row.
-            first_positions: position of each row's first token.
-        """
         # Lists: on a CPU a tensor operation costs more than a loop over a few numbers.
         spans = [(first, first + len(row)) for row, first in zip(rows, first_positions)]
 
@@ -53,10 +47,9 @@ class PassInput:
 
     def slot_mapping(
         self,
-        block_ids: Sequence[np.ndarray],  # block ids of each row
+        block_ids: Sequence[np.ndarray],  # of each row
         block_size: int,
     ) -> torch.Tensor:  # [num_tokens], int64
-        """Compute the KV cache slot of each token."""
         slots = [
             int(blocks[position // block_size]) * block_size + position % block_size
             for blocks, span in zip(block_ids, self.spans)

@@ -48,11 +48,7 @@ def with_own_layers(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def private_cache(layers: dict, vllm_config, config: ResolvedConfig, num_slots: int, device):
-    """Allocate a KV cache for the draft's layers and bind it to them.
-
-    Args:
-        layers: attention layers of the draft, by name.
-        num_slots: number of requests with a window.
+    """Allocate a KV cache of ``num_slots`` windows for the draft's layers and bind it to them.
 
     Returns:
         The cache's block tables and vLLM's metadata builder for the layers.
@@ -153,13 +149,8 @@ def states_read(
     hidden: torch.Tensor,  # [num_tokens, hidden_size]
     aux: Sequence[torch.Tensor] | None,
 ) -> Sequence[torch.Tensor]:
-    """Return the states of a pass that a head reads next.
-
-    Args:
-        hidden: output of the model, the target or the head.
-        aux: further states that it returns; none with an MTP layer.
-    """
-    return aux or [hidden]
+    """Return the states of a pass of the target, or of the head, that a head reads next."""
+    return aux or [hidden]  # no others with an MTP layer
 
 
 def fusion_of(head: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -168,11 +159,7 @@ def fusion_of(head: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def emit_states(target: Any, copy: Any, vllm_config) -> None:
-    """Make the target, and level 2's copy of it, return the states that the head reads.
-
-    Args:
-        copy: the target itself if level 2 has no copy.
-    """
+    """Make the target, and level 2's copy if it is another, return the states that a head reads."""
     if layers := aux_layers(vllm_config):
         for model in {id(target): target, id(copy): copy}.values():
             model.set_aux_hidden_state_layers(tuple(layers))
@@ -223,12 +210,7 @@ class SharedAttention(nn.Module):
 def load_level2_model(
     name: str | None, target: nn.Module, target_layers: dict[str, Attention], vllm_config
 ) -> Level2Model:
-    """Load the copy that ``name`` names, or return the target where there is no name.
-
-    Args:
-        name: value of ``level2_model``.
-        target: as loaded by vLLM.
-        target_layers: the target's attention layers, by name.
+    """Load the copy that ``level2_model`` names, or return the target where there is no name.
 
     Raises:
         RuntimeError: loading failed, or the copy's layers are not the target's.

@@ -39,8 +39,7 @@ class RunnerAdapter:
     def load_models(self, target, load_draft: Callable[[], None]) -> None:
         """Load the models of levels 1 and 2, where they are not the target.
 
-        Args:
-            load_draft: sets ``model``.
+        ``load_draft`` sets ``model``.
         """
         target_config = self._runner.vllm_config
         self.target_layers = attention_layers(target_config)
@@ -65,7 +64,7 @@ class RunnerAdapter:
 
     @property
     def draft_layers(self) -> dict[str, Any]:
-        """Return the draft's attention layers by name; none without a draft."""
+        """Attention layers by name; none without a draft."""
         return attention_layers(self.vllm_config)
 
     def calibrate(self) -> None:
@@ -75,9 +74,7 @@ class RunnerAdapter:
         """Compile after vLLM has captured its graphs."""
 
     def measured_passes(self, remeasure: bool) -> Measurements | None:
-        """Return the seconds that passes take, as measured at start-up.
-
-        None if nothing is chosen by them.
+        """Return the seconds of passes, measured at start-up; None if nothing is chosen by them.
 
         Args:
             remeasure: measure now, in an engine without requests.

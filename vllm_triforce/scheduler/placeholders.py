@@ -12,41 +12,31 @@ import dataclasses
 PLACEHOLDER = -1
 
 
-def _padded(scheduled: dict[str, list[int]]) -> dict[str, int]:
-    """Count the placeholders of each request whose drafts are placeholders."""
-    return {
-        request_id: len(tokens)
-        for request_id, tokens in scheduled.items()
-        if tokens and tokens[0] == PLACEHOLDER
-    }
-
-
-def drop_placeholders(scheduler_output) -> None:
-    """Remove placeholders from a step that is still being scheduled."""
-    for request_id, count in _padded(scheduler_output.scheduled_spec_decode_tokens).items():
-        del scheduler_output.scheduled_spec_decode_tokens[request_id]
+def drop_placeholders(scheduler_output) -> dict[str, int]:
+    """Remove placeholders from a step, and return their numbers by request id."""
+    scheduled = scheduler_output.scheduled_spec_decode_tokens
+    padded = {i: len(tokens) for i, tokens in scheduled.items() if tokens[:1] == [PLACEHOLDER]}
+    for request_id, count in padded.items():
+        del scheduled[request_id]
         scheduler_output.num_scheduled_tokens[request_id] -= count
         scheduler_output.total_num_scheduled_tokens -= count
+    return padded
 
 
 def without_placeholders(scheduler_output) -> tuple[object, dict[str, int]]:
-    """Copy a step without placeholders, for a worker under a scheduler of the user's.
+    """Drop the placeholders of a copy of a step, for a worker under a scheduler of the user's.
 
     That scheduler keeps its own step, and counts the missing placeholders as rejected.
-
-    Returns:
-        The step, and the number of placeholders removed, by request id.
     """
-    padded = _padded(scheduler_output.scheduled_spec_decode_tokens)
-    if not padded:
+    if not scheduler_output.scheduled_spec_decode_tokens:
         return scheduler_output, {}
     step = dataclasses.replace(
         scheduler_output,
         scheduled_spec_decode_tokens=dict(scheduler_output.scheduled_spec_decode_tokens),
         num_scheduled_tokens=dict(scheduler_output.num_scheduled_tokens),
     )
-    drop_placeholders(step)
-    return step, padded
+    padded = drop_placeholders(step)
+    return step if padded else scheduler_output, padded
 
 
 def drop_placeholder_rows(grammar_output, scheduled: dict[str, list[int]], dropped: dict[str, int]):
@@ -55,7 +45,6 @@ def drop_placeholder_rows(grammar_output, scheduled: dict[str, list[int]], dropp
     Args:
         grammar_output: vLLM's; None if no request has a grammar.
         scheduled: remaining drafts, by request id.
-        dropped: number of placeholders removed, by request id.
     """
     if grammar_output is None or not dropped:
         return grammar_output

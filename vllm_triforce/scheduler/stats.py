@@ -141,15 +141,9 @@ def send_request_metrics(scheduler, outputs) -> None:
         for output in client_outputs.outputs:
             request = scheduler.requests.get(output.request_id)
             if request and (params := request.sampling_params) and params.stop:
-                output.spec_decode_metrics = _copied(request.spec_decode_metrics)
-
-
-def _copied(metrics):
-    """Copy a request's metrics: a thread encodes outputs while later steps change them.
-
-    Their lists have an entry for each step, so no entry is handled in Python.
-    """
-    if metrics is None:
-        return None
-    lists = {name: value[:] for name, value in vars(metrics).items() if isinstance(value, list)}
-    return replace(metrics, **lists)
+                # A copy: a thread encodes outputs while later steps change the metrics. Their lists
+                # have an entry for each step, so no entry is handled in Python.
+                if (metrics := request.spec_decode_metrics) is not None:
+                    lists = {n: v[:] for n, v in vars(metrics).items() if isinstance(v, list)}
+                    metrics = replace(metrics, **lists)
+                output.spec_decode_metrics = metrics

@@ -108,15 +108,10 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
     def plan_step(
         self, max_tokens: Mapping[str, int], num_plain: int, scheduled: Mapping[str, int]
     ) -> StepPlan:
-        """Plan the step's proposals.
+        """Plan the step's proposals, of ``max_tokens`` by request id.
 
         Beside a request that reads its prompt nobody goes through level 2, whose passes would delay
         it, but seeded requests: they must not depend on arrivals.
-
-        Args:
-            max_tokens: maximum tokens to propose, by request id.
-            num_plain: number of the step's other requests.
-            scheduled: tokens of the step, by request id.
         """
         if self.decisions is None:
             number, self._num_steps = self._num_steps, self._num_steps + 1
@@ -209,9 +204,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.send_counts(outputs)
         if self.decisions is not None and (sums := self.decisions.controller.break_even.take()):
-            counters = LevelCounters()
-            counters.add_step_seconds(**sums)
-            added = carrier.flatten(counters)
+            added = carrier.flatten(LevelCounters(**sums))
             carrier.put(outputs, {name: added[name] for name in sums})
         return outputs
 
