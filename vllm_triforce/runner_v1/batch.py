@@ -39,10 +39,7 @@ class RunnerBatch:
         return decodes_plainly(self._params(row)) or request_id in self._disabled
 
     def max_proposal_len(self, row: int, num_computed: int, max_tokens: int) -> int:
-        """Return how many tokens may be proposed for a request, by its context, slots and limits.
-
-        There are none if the result is not positive.
-        """
+        """Return how many tokens may be proposed for a request; none if it is not positive."""
         request, input_batch = self._request(row), self._runner.input_batch
         if input_batch.req_ids[row] in self._disabled:
             return 0
@@ -102,9 +99,8 @@ class RunnerBatch:
         """Build the speculator's input for ``rows``.
 
         Args:
-            computed, max_lens: computed tokens and maximum length of the proposal, for every row
-                of the batch.
-            sampled, counts: token ids of the step, and the number of valid ones, for every row.
+            computed, max_lens: tokens, for every row of the batch; as the next two.
+            sampled, counts: token ids of the step, and the number of valid ones.
             metadata: vLLM's ``SamplingMetadata``.
         """
         input_batch = self._runner.input_batch
@@ -148,11 +144,7 @@ class RunnerBatch:
         )
 
     def sampling(self, rows: list[int], params: list, metadata) -> SamplingRows:
-        """Build the sampling parameters of ``rows`` from vLLM's ``SamplingMetadata``.
-
-        Args:
-            params: vLLM's ``SamplingParams`` of each row.
-        """
+        """Build sampling parameters from ``SamplingMetadata`` and the rows' ``SamplingParams``."""
         seeds = [sampling_seed(p) for p in params]
         if metadata.temperature is None:
             return SamplingRows(torch.zeros(len(rows), device=self._device), seeds=seeds)
@@ -172,7 +164,6 @@ class RunnerBatch:
         )
 
     def _request(self, row: int):
-        """Return vLLM's ``CachedRequestState`` of a row."""
         return self._runner.requests[self._runner.input_batch.req_ids[row]]
 
     def _params(self, row: int):

@@ -66,13 +66,7 @@ _NUM_DRAFTS = 4
 
 @dataclass
 class Calibration:
-    """Runs and times the passes.
-
-    Args:
-        runner: vLLM's.
-        block_sizes: tokens per block of each KV cache group.
-        before_full_pass: called with request ids and the tokens of each (``AdapterSwitch``).
-    """
+    """Runs and times the passes; ``before_full_pass`` is ``AdapterSwitch.before_pass``."""
 
     speculator: SpeculatorV1
     config: ResolvedConfig
@@ -95,7 +89,6 @@ class Calibration:
         self._timer = PassTimer(1, statistics.median)
 
     def run(self) -> Measurements:
-        """Measure all passes."""
         scheduler = self._vllm_config.scheduler_config
         max_reqs = min(scheduler.max_num_seqs, self.config.max_speculating_seqs)
         tokens, contexts, repeats = self._grid(*self._longest_pass())
@@ -122,11 +115,9 @@ class Calibration:
         )
 
     def _level2_passes(self, num_rows: int) -> tuple[Points, list[tuple[float, Points]]]:
-        """Measure passes of level 2 of one request and of ``num_rows``.
+        """Measure ``level2_by_tokens`` and ``level2_by_batch`` of ``Measurements``.
 
-        Returns:
-            ``level2_by_tokens`` and ``level2_by_batch`` of ``Measurements``; 0 seconds where level
-            2 takes no part.
+        They are 0 seconds where level 2 takes no part.
         """
         context = float(self._context)
         if self._retrieval is None:
@@ -165,17 +156,10 @@ class Calibration:
         return context, seconds[near] + (context - near) * per_token
 
     def _grid(self, longest: int, slowest: float) -> tuple[list[int], list[int], int]:
-        """Choose the finest grid that fits the time budget.
+        """Return lengths, contexts and repeats of the finest grid that fits the time budget.
 
         A pass is assumed to take a tenth of its seconds without context, and the rest in proportion
-        to its context.
-
-        Args:
-            longest: context.
-            slowest: seconds of the pass of most tokens there.
-
-        Returns:
-            Lengths, contexts and repeats.
+        to its context. That of most tokens takes ``slowest`` seconds at the ``longest`` context.
         """
         for grid in _GRIDS:
             tokens = sorted({*(q for q in grid.tokens if q <= self._length), self._length + 1})
@@ -194,7 +178,6 @@ class Calibration:
         return list(1 + ids % (self.num_blocks - 1))
 
     def _full_pass(self, num_rows: int, num_tokens: int, context: int) -> None:
-        """Run a full pass of the target."""
         context = min(context, self._max_context)
         feed, positions = [[0] * num_tokens] * num_rows, [context] * num_rows
         inputs = PassInput.from_rows(feed, positions, self._device)
@@ -256,11 +239,7 @@ class Calibration:
         return seconds / self._context
 
     def _window(self, model: DraftSource, pass_seconds: float) -> float:
-        """Measure how long the draft takes to read its window, in seconds per token.
-
-        Args:
-            pass_seconds: seconds of a pass of one token.
-        """
+        """Measure the seconds per token that the draft takes to read its window."""
         batch, proposal = self._batch(1)
         (request_id,) = batch.request_ids
         num_tokens = model.num_uncached_tokens(request_id, len(batch.token_ids[0]))
@@ -275,7 +254,6 @@ class Calibration:
         return max(0.0, seconds - pass_seconds) / num_tokens
 
     def _draft(self, model: DraftSource, num_rows: int) -> float:
-        """Measure a pass of the draft."""
         batch, proposal = self._batch(num_rows)
         model.prepare_dummy(batch)
         seconds = self._timer.seconds(self._run_draft, model, batch, proposal, _NUM_DRAFTS)
@@ -286,7 +264,6 @@ class Calibration:
     def _run_draft(
         self, model: DraftSource, batch: DraftBatch, proposal: Proposal, num_tokens: int
     ) -> None:
-        """Draft ``num_tokens`` tokens for each row with the model."""
         rows = list(range(len(batch)))
         counts, matches = [num_tokens] * len(rows), model.find_matches(batch, proposal, rows)
         noise = self.speculator.noise

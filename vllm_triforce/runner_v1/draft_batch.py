@@ -61,10 +61,10 @@ class DraftBatch:
         proposal: "Proposal",
         places: Iterable[tuple[int, list[int]]],
     ) -> torch.Tensor:  # [num_places, vocab_size], float32 if any request changes its logits
-        """Process the logits of every place. ``logits`` may be changed in place.
+        """Process the logits of every place, maybe in place.
 
         Args:
-            places: the row and the tokens drafted after its proposal, per place.
+            places: the row and the tokens drafted after its proposal.
         """
         if not any(self.logits_processors):
             return logits

@@ -37,11 +37,7 @@ class Check(Enum):
 
     @classmethod
     def from_environment(cls) -> "Check":
-        """Read the environment variable.
-
-        Raises:
-            ValueError: its value is unknown.
-        """
+        """Read the environment variable, or refuse its value."""
         value = os.environ.get(CHECK_VARIABLE, "")
         try:
             return cls("" if value == "0" else value)
@@ -79,12 +75,7 @@ class DraftProbsStore:
         probs: list[torch.Tensor | None],
         num_planned: int,
     ) -> None:
-        """Check and store a request's proposal, in place of an earlier one.
-
-        Args:
-            probs: [vocab_size] per token, the distribution it was drawn from; None for one-hot.
-            num_planned: tokens that were decided on, each before it was drawn.
-        """
+        """Check and store a request's proposal, in place of an earlier one; see ``Proposal``."""
         self.forget(request_id)
         if all(p is None for p in probs):
             return
@@ -162,7 +153,6 @@ class DraftProbsStore:
         return True
 
     def _report(self, request_id: str | None, violation: str) -> None:
-        """Count and log a violation; raise it if checks are set to RAISE."""
         owner = "a step" if request_id is None else f"request {request_id}"
         if self._check is Check.RAISE:
             raise ContractViolation(f"proposal of {owner}: {violation}")

@@ -102,7 +102,6 @@ class Level1:
         ]
 
     def find_matches(self, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> Matches:
-        """Find the matches of every source that may be used."""
         sources = list(self.sources.values())
         if not self.controller.chooses_source:
             sources = sources[:1]
@@ -134,11 +133,7 @@ class Level1:
     def num_uncached_tokens(
         self, request_id: str, num_tokens: int, classes: Mapping[str, int | None]
     ) -> int:
-        """Return how many tokens level 1 must read to draft after ``num_tokens`` tokens.
-
-        Args:
-            classes: ``match_classes()`` of the request.
-        """
+        """Return how many tokens level 1 must read to draft after ``num_tokens`` tokens."""
         return max(
             0
             if classes.get(name, 0) is None
@@ -148,11 +143,9 @@ class Level1:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests with state in a source."""
         return max(source.num_requests for source in self.sources.values())
 
     def clean(self, request_id: str) -> None:
-        """Remove NaN from a request's state."""
         for source in self.sources.values():
             source.clean(request_id)
 
@@ -172,11 +165,7 @@ def start_round(
 
 
 class LevelsV1:
-    """Levels of one proposal, for ``core/loop.py``.
-
-    Args:
-        batch: requests; ``max_num_tokens`` are the planned lengths.
-    """
+    """Levels of one proposal (``core/loop.py``); ``batch.max_num_tokens`` are planned lengths."""
 
     def __init__(
         self,
@@ -250,5 +239,4 @@ class LevelsV1:
         """Nothing is left to do."""
 
     def _num_missing(self, row: int) -> int:
-        """Return the number of tokens between a proposal's length and its planned length."""
         return self.batch.max_num_tokens[row] - len(self.proposal.token_ids[row])

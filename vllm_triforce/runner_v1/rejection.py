@@ -62,11 +62,7 @@ def support_all_sampling_params(
 
 
 class CompleteRejectionSampler(RejectionSampler):
-    """vLLM's rejection sampler with every parameter that vLLM's plain sampler supports.
-
-    Args:
-        synthetic: test in place of vLLM's, of which no probabilities are recorded.
-    """
+    """vLLM's rejection sampler with every parameter that vLLM's plain sampler supports."""
 
     def __init__(
         self, sampler, spec_config, device, synthetic: "SyntheticTest | None" = None
@@ -100,7 +96,6 @@ class CompleteRejectionSampler(RejectionSampler):
             swaps.REJECTION_SAMPLE.set(rejection_sampler, self._vllms_test)
 
     def _record_and_test(self, *args, **options) -> torch.Tensor:
-        """Record the acceptance probabilities, and call vLLM's function."""
         draft_token_ids, num_draft_tokens, _, _, draft_probs, target_logits, _, sampling = args
         # A draft source's faulty distributions are not reported here: see draft_probs.py.
         if draft_probs is None or draft_probs.shape == target_logits.shape:

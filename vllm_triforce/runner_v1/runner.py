@@ -126,7 +126,6 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         )
 
     def _build_speculator(self, kv_cache_config) -> SpeculatorV1:
-        """Build the levels over vLLM's KV cache, and their controller."""
         vllm_config, config = self.vllm_config, self.config
         model_config, level2 = vllm_config.model_config, None
         if config.uses_level2:
@@ -282,7 +281,6 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         return result
 
     def _proposing_rows(self, eligible: list[int]) -> list[int]:
-        """Choose the rows that propose in this step from ``eligible`` ones."""
         rows = self._batch.limit_rows(eligible, self._preferred, self.config.max_speculating_seqs)
         chooses = self.speculator.controller.chooses
         if rows and chooses and self._steps.gives_first_token:
@@ -315,7 +313,6 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
                 self.speculator.controller.backoff.at_most(max(1, num_missing))
 
     def _export_proposal(self, batch: DraftBatch, proposal: Proposal) -> None:
-        """Store the distributions of sampled requests for level 3's test."""
         disabled = self.speculator.disabled_requests
         is_greedy = batch.sampling.is_greedy.tolist()
         for row, request_id in enumerate(batch.request_ids):
@@ -344,7 +341,6 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         )
 
     def _count_full_pass(self, counts: list[int]) -> None:
-        """Count the accepted draft tokens of the step."""
         controller = self.speculator.controller
         num_drafts = self._num_scheduled_drafts
         probs = self._rejection_sampler.acceptance_by_row() if controller.chooses else None
@@ -360,12 +356,11 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
                 self.counters.add_full_pass(num_drafts[row], num_accepted)
 
     def _forget_finished(self) -> None:
-        """Release the state of requests that have left, or whose id has a new owner."""
         running = self._runner.requests
         if self._states is not None:
             self._states.keep(running)
         for request_id, request in list(self._requests.items()):
-            if running.get(request_id) is not request:
+            if running.get(request_id) is not request:  # it left, or its id has a new owner
                 self.speculator.release(request_id)
                 self._draft_probs.forget(request_id)
                 self._routes.pop(request_id, None)

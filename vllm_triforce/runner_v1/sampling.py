@@ -36,7 +36,7 @@ class SamplingRows:
         return self.temperature < GREEDY_EPSILON
 
     def take(self, rows: list[int]) -> "SamplingRows":
-        """Return the parameters of ``rows``, in this order. Rows may repeat."""
+        """Return the parameters of ``rows``, which may repeat."""
         if rows == list(range(len(self.temperature))):
             return self
         index = torch.tensor(rows, device=self.temperature.device)
@@ -221,7 +221,6 @@ class LogitsProcessing:
 
 
 def _penalties(params) -> tuple[float, float, float]:
-    """Return the repetition, frequency and presence penalty."""
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
@@ -259,7 +258,6 @@ class InnerNoise:
                 self._rows[row] = _generator(self._device, "request", seed, *places[row])
 
     def uniform(self, row: int) -> float:
-        """Draw from [0, 1)."""
         generator = self._rows[row]
         return torch.rand((), generator=generator, device=self._device, dtype=torch.float64).item()
 
@@ -277,6 +275,5 @@ class InnerNoise:
 
 
 def _generator(device: torch.device, *parts) -> torch.Generator:
-    """Create a generator whose seed is a hash of ``parts``, of 63 bits."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8, person=b"triforce").digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)

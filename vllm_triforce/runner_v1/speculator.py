@@ -68,7 +68,6 @@ class SpeculatorV1:
         return proposal
 
     def _candidates(self, batch: DraftBatch, matches: Matches) -> list[Candidate]:
-        """Describe the requests to the controller."""
         return [
             Candidate(
                 request_id,
@@ -87,7 +86,6 @@ class SpeculatorV1:
     def _propose_by_levels(
         self, batch: DraftBatch, proposal: Proposal, rows: list[int], lengths: list[int]
     ) -> None:
-        """Propose ``lengths[i]`` tokens for ``rows[i]`` by levels 1 and 2."""
         assert self.level2 is not None
         part = batch.take(rows, lengths)
         observer = ObserverV1(self, self.level2, part)
@@ -152,14 +150,12 @@ class SpeculatorV1:
             self.disabled_requests.disable(batch.request_ids[rows[i]], "level 1's (the draft's)")
 
     def _correct_plan(self, is_untypical: bool, num_catch_up_tokens: int) -> None:
-        """Report work to the controller that its plan did not expect."""
         if is_untypical:
             self.controller.forget_plan()
         elif num_catch_up_tokens:
             self.controller.reads_window(num_catch_up_tokens)
 
     def release(self, request_id: str) -> None:
-        """Forget a request that has left the engine."""
         self.disabled_requests.discard(request_id)
         self.controller.release(request_id)
         self.level1.release(request_id)
@@ -167,7 +163,6 @@ class SpeculatorV1:
             self.level2.release(request_id)
 
     def held_requests(self) -> dict[str, int]:
-        """Count the requests with state, by the part that keeps it."""
         return {
             "level 1": self.level1.num_requests,
             "level 2": 0 if self.level2 is None else len(self.level2.cache),

@@ -33,7 +33,6 @@ class Verified:
     def add_row(
         self, token_ids: list[int], probs: list[torch.Tensor], num_accepted: int, has_nan: bool
     ) -> None:
-        """Append a row's accepted tokens and the token after them, which a NaN may prevent."""
         if has_nan:
             self.nan_rows.append(len(self.token_ids))
         self.token_ids.append(token_ids)

@@ -104,7 +104,7 @@ class DraftModel(DraftSource):
         return draft
 
     def _advance(self, batch, proposal, row: int, num_drafts: int) -> Feed:
-        """Move a row's window to the end of its context, and return the missing tokens."""
+        """Move a row's window to the end of its context; return the missing tokens."""
         window = self._windows.setdefault(batch.request_ids[row], self._new_window())
         position, tokens = window.advance(batch.context(proposal, row), num_drafts)
         return Feed(tokens.tolist(), position)
@@ -120,13 +120,11 @@ class DraftModel(DraftSource):
         )
 
     def num_uncached_tokens(self, request_id: str, num_tokens: int) -> int:
-        """Return how many tokens the draft must read to draft after ``num_tokens`` tokens."""
         window = self._windows.get(request_id) or self._new_window()
         return window.num_uncached_tokens(num_tokens)
 
     @property
     def num_requests(self) -> int:
-        """Number of requests with a window or a slot of the cache."""
         return max(len(self._windows), len(self.cache))
 
     def _evict(self, batch) -> str:

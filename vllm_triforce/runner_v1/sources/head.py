@@ -24,11 +24,7 @@ class _Place:
     end: int = 0
 
     def extend(self, first: int, end: int, oldest: int) -> range:
-        """Add a pass over positions ``first`` to ``end - 1``, and return those to keep.
-
-        Args:
-            oldest: first position that is of use.
-        """
+        """Add a pass over positions ``first`` to ``end - 1``; return those from ``oldest`` on."""
         if not self.first <= first <= self.end:  # those between were computed elsewhere
             self.first = first
         self.end = end
@@ -81,10 +77,7 @@ class HiddenStates:
         return request_id in self._places
 
     def hold(self, request_ids: Sequence[str]) -> None:
-        """Keep states of these requests, at most ``max_requests``, from their next pass on.
-
-        Other requests keep theirs as long as there is room.
-        """
+        """Keep states of these requests from their next pass on, of others while there is room."""
         for request_id in request_ids:
             if request_id in self._places:
                 continue
