@@ -31,7 +31,7 @@ _MAX_OFFLOAD_LENGTH, _FEW_REQUESTS = 16, 16
 
 _MAX_NGRAM, _NUM_SINKS = 8, 16
 _MAX_SEQS, _MAX_SEQS_OFFLOAD = 64, 4
-_NEVER = 1 << 31
+_NEVER = (1 << 31) - 1
 _MAX_SLOWDOWN = 0.05
 
 # Limits of the retrieval budget where it is a share of the context, and recent tokens of any.

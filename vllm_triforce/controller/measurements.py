@@ -167,7 +167,7 @@ class BreakEven:
         self.speculative_step_seconds += max(0.0, at_least + waited)
         self.plain_step_seconds += at_least
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> dict[str, Any]:
         """Return the sums by their fields of ``LevelCounters``, if any, and begin again."""
         sums = {name: value for name, value in vars(self).items() if value}
         self.speculative_step_seconds = self.plain_step_seconds = 0.0

@@ -1,32 +1,24 @@
-"""Adapters that take the place of vLLM's speculator on Model Runner V2.
-
-``BaseAdapterV2`` is the common base. ``PlainAdapterV2`` proposes nothing: plain decoding with
-layers of the KV cache in host memory (``levels="3"``).
-"""
+"""Adapter in the place of vLLM's speculator on Model Runner V2: models, blocks and reports."""
 
 from functools import partial
 from typing import cast
 
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.core.kv_groups import group_layers
 from vllm_triforce.core.messages import blocks_kept
 from vllm_triforce.core.models import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.proposals import PAD_TOKEN
-from vllm_triforce.metrics.counters import DeviceCounters, LevelCounters
 from vllm_triforce.runner_v2.decode_graphs import choose_decode_graphs
 from vllm_triforce.runner_v2.reports import ProposedTokensHandler
 from vllm_triforce.vllm_patches import swaps
 
 
 class BaseAdapterV2(RunnerAdapter, StandaloneARSpeculator):
-    """Base of the adapters; vLLM's class loads the draft and has the buffers the runner reads.
+    """Base of the adapter; vLLM's class loads the draft and has the buffers the runner reads.
 
     The runner (vllm/v1/worker/gpu/model_runner.py) calls ``propose`` when the outcome of a full
     pass is in its request states. It writes the result to ``req_states.draft_tokens``, and its
@@ -75,45 +67,3 @@ class BaseAdapterV2(RunnerAdapter, StandaloneARSpeculator):
         draft_tokens = self.draft_tokens[:num_reqs].fill_(PAD_TOKEN)
         self._handler.set_proposals(draft_tokens, None)
         return draft_tokens
-
-
-class PlainAdapterV2(BaseAdapterV2):
-    """Proposes nothing; attaches staging to layers whose KV cache lies in host memory."""
-
-    def capture(self) -> None:
-        """Do nothing: there are no proposals."""
-
-    def allocate(self, kv_cache_config, offload) -> None:
-        """Attach the staging of host layers, once the KV cache exists."""
-        self._counts = DeviceCounters(self.device)
-        attention_class = platform_for(current_platform).retrieval()
-        _, layers, builder = group_layers(
-            kv_cache_config,
-            self._runner.attn_groups,
-            self._runner.block_tables.block_sizes,
-            self.target_layers,
-            attention_class,
-        )
-        names = [layer.layer_name for layer in layers]
-        host_layers = offload.host_layers(names, 0, self._counts.sums)
-        attention_class(layers, builder, host_layers)
-
-    def warm_up(self) -> None:
-        """Reset the counters, which vLLM's warm-up requests have moved."""
-        self._counts.reset()
-
-    @property
-    def counters(self) -> LevelCounters:
-        return self._counts.read()
-
-    @property
-    def sent_counters(self) -> LevelCounters:
-        return self._counts.known
-
-    @torch.inference_mode()
-    def propose(
-        self, input_batch, *args, dummy_run: bool = False, **kwargs
-    ) -> torch.Tensor:  # [num_reqs, num_speculative_tokens], int64
-        if not dummy_run:
-            self._counts.note()
-        return self.propose_nothing(input_batch.num_reqs)

@@ -94,7 +94,7 @@ class SpeculatorPartsV2:
         self.speculator = SpeculatorV2(
             self.context,
             sources,
-            None if config.levels == "2,3" else sources[config.sources[0]],
+            sources[config.sources[0]] if config.levels == "1,2,3" else None,
             level2,
             self._draft_logits(vocab_size),
         )
@@ -152,8 +152,8 @@ class SpeculatorPartsV2:
         layers: list,
         builder: Any,
         offload: "OffloadedCache | None",
-    ) -> RetrievalLevelV2:
-        """Build level 2 over the target's KV cache.
+    ) -> RetrievalLevelV2 | None:
+        """Build level 2 over the target's KV cache; without it, stage layers in host memory alone.
 
         Args:
             layers: attention layers that retrieve; ``builder`` builds their metadata.
@@ -163,9 +163,12 @@ class SpeculatorPartsV2:
         host_layers: dict[str, HostLayer] = {}
         if offload is not None:
             names = [layer.layer_name for layer in layers]
-            host_layers = offload.host_layers(names, self.num_slots * config.table_width, sums)
+            num_blocks = self.num_slots * config.table_width * config.uses_level2
+            host_layers = offload.host_layers(names, num_blocks, sums)
         attention_class = platform_for(current_platform).retrieval()
         attention = attention_class(layers, builder, host_layers)
+        if not config.uses_level2:
+            return None
         selections = SelectionsV2(
             config,
             attention,

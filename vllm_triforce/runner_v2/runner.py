@@ -153,7 +153,8 @@ class RunnerAdapterV2(BaseAdapterV2):
         self.built = built = SpeculatorPartsV2(self, self._runner, kv_cache_config, offload)
         self._flags = RequestFlags(self._runner.max_num_reqs)
         self._runner.sampler.logits_processors.append(self._flags)
-        replace_rejection_sampler(self._runner, built.speculator.draft_logits)
+        if not self.config.is_plain:
+            replace_rejection_sampler(self._runner, built.speculator.draft_logits)
         self._routes = Routes(self.config, built, self._flags)
         self._reader = BatchReader(self._runner, self._flags, built.logits_processing, built.tables)
         self._is_allocated = True
@@ -261,6 +262,8 @@ class RunnerAdapterV2(BaseAdapterV2):
         states_np = input_batch.idx_mapping_np[:num_reqs]
         if not routes and not self._has_proposal[states_np].any():
             # No proposal before or now: the buffers hold padding already.
+            if self.config.kv_offload_gib is not None:  # the full pass counts as well
+                self.built.context.counters.note()
             return self.propose_nothing(num_reqs)
         speculator.begin(draft_tokens, states)
         self._has_proposal[states_np] = False

@@ -94,7 +94,7 @@ class SpeculatorV2(Observer):
         """Capture CUDA graphs of the configured levels."""
         for source in self.sources.values():
             source.capture(mode)
-        if self.level2 is not None and self.context.config.uses_level2:
+        if self.level2 is not None:
             self.level2.capture(mode)
 
     def keeps_window(self, route: str) -> bool:

@@ -59,16 +59,11 @@ class TriForceGPUWorker(Worker):
             self.triforce = RunnerAdapterV1(*arguments)
             swaps.DRAFTER.set(runner, self.triforce)
             self._sends_drafts = True
-            return
-        if config.is_plain:
-            from vllm_triforce.runner_v2.base_adapter import PlainAdapterV2
-
-            self.triforce = PlainAdapterV2(*arguments)
         else:
             from vllm_triforce.runner_v2.runner import RunnerAdapterV2
 
             self.triforce = RunnerAdapterV2(*arguments)
-        swaps.SPECULATOR.set(runner, self.triforce)
+            swaps.SPECULATOR.set(runner, self.triforce)
 
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)

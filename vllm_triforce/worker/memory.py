@@ -48,7 +48,7 @@ def buffer_bytes(
 
 def _selection_bytes(layers: dict, config: ResolvedConfig, vllm_config) -> dict[str, int]:
     """Return the bytes of what level 2 selects by and keeps selected, by purpose."""
-    if not config.builds_level2:
+    if not config.uses_level2:
         return {}
     first = next(iter(layers.values()))
     num_layers, num_kv_heads, num_heads = len(layers), first.num_kv_heads, first.num_heads
