@@ -101,7 +101,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _is_installed(module: str) -> bool:
-    """True if the module can be imported."""
     return importlib.util.find_spec(module) is not None
 
 

@@ -71,7 +71,6 @@ class _AfterImport:
         return spec
 
     def _hook(self, name: str, loader: Any) -> None:
-        """Run the module's actions after the loader has executed it."""
         execute = loader.exec_module
 
         def exec_module(module) -> None:
@@ -132,7 +131,6 @@ def unsupported_reason(only_loaded: bool = False) -> str | None:
 
 
 def _warn_once(reason: str) -> None:
-    """Log once that TriForce is not available."""
     global _has_warned
     if _has_warned:
         return

@@ -114,5 +114,4 @@ class Registry(Mapping[str, Any]):
 
 
 def _project(entry: EntryPoint) -> str:
-    """Return the name of the project that adds the entry point."""
     return entry.dist.name if entry.dist is not None else entry.value

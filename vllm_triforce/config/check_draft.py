@@ -45,9 +45,7 @@ def check_draft_files(folder: str) -> None:
 def read_draft_config(draft: Mapping[str, Any], trust_remote_code: bool):
     """Read the draft's Hugging Face config as vLLM does, which turns some targets into MTP layers.
 
-    Args:
-        draft: keys of ``speculative_config``: ``model``, and pinned ``revision`` and
-            ``code_revision``, as reading a config may run the draft's code.
+    Revisions are those that a user pinned, as reading a config may run the draft's code.
     """
     draft_model, revision = draft["model"], draft.get("revision")
     is_local = os.path.isabs(draft_model) or draft_model.startswith((".", "~"))
@@ -141,18 +139,13 @@ _MTP_TARGETS = {
 
 
 def is_head(hf_config) -> bool:
-    """True if a draft's config is that of a head that level 1 may run.
-
-    Args:
-        hf_config: as vLLM reads a draft's, which turns some targets into their MTP layers.
-    """
+    """True if a draft's config, by ``read_draft_config()``, is of a head that level 1 may run."""
     # An EAGLE-3 head may be in its own form or of speculators.
     is_eagle3 = any("eagle3" in name.lower() for name in _architectures(hf_config))
     return is_eagle3 or is_mtp(hf_config)
 
 
 def is_mtp(hf_config) -> bool:
-    """True for MTP layers that level 1 may run."""
     return any(name in _MTP_TARGETS for name in _architectures(hf_config))
 
 

@@ -39,13 +39,10 @@ def parse_sources(draft_sources: str) -> tuple[str, ...]:
 def choose_sources(
     draft_sources: str | None, model: str | None, can_choose: bool, is_head: bool = False
 ) -> tuple[str, ...]:
-    """Choose the sources that the engine uses, the preferred one first.
+    """Choose the sources that the engine uses by two of its keys, the preferred one first.
 
     Args:
-        draft_sources: the key ``draft_sources``.
-        model: the key ``model``, a draft model.
         can_choose: True if the controller chooses between sources; else one source is used.
-        is_head: True if the draft model is an EAGLE-3 head or an MTP layer.
 
     Raises:
         ValueError: the sources and the draft model do not fit each other, or nothing can choose.

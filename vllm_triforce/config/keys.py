@@ -29,24 +29,15 @@ _PROPOSAL, _LEVEL2, _LEVEL1, _MEMORY, _LOG = "Proposals", "Level 2", "Level 1", 
 
 @dataclass(frozen=True)
 class Key:
-    """Description of a key.
-
-    Args:
-        section: heading on docs/keys.md.
-        help: meaning, for docs/keys.md.
-        unit: unit of the value.
-        low, high: inclusive bounds; None for no bound.
-        default_text: text for docs/keys.md if the default is not a fixed value.
-        change: when to change the value, for docs/keys.md.
-    """
+    """Description of a key, for docs/keys.md."""
 
     section: str
     help: str
     unit: str = ""
-    low: float | None = None
+    low: float | None = None  # inclusive bounds
     high: float | None = None
-    default_text: str = ""
-    change: str = ""
+    default_text: str = ""  # if the default is not a fixed value
+    change: str = ""  # when to change the value
 
 
 def _key(default: Any, section: str, help: str, **more: Any) -> Any:
@@ -258,7 +249,6 @@ class Keys:
 
     @property
     def is_plain(self) -> bool:
-        """True if no request is ever speculated on."""
         return self.levels == "3"
 
     @property

@@ -53,12 +53,7 @@ def online_schemes(target_config) -> dict[str, Any]:
 
 
 def level2_model_config(name: str, target_config) -> Any:
-    """Make vLLM's ``ModelConfig`` of the copy.
-
-    Args:
-        name: value of ``level2_model``: a dtype, a scheme of vLLM's online quantization, or a
-            checkpoint, of the hub also with ``@REVISION``.
-        target_config: ``ModelConfig`` of the target.
+    """Make vLLM's ``ModelConfig`` of the copy that ``level2_model`` names.
 
     Raises:
         ValueError: the checkpoint cannot be read, or the dtype saves nothing.
@@ -124,10 +119,7 @@ def _remedy(target_config) -> str:
 
 
 def check_level2_model(name: str, vllm_config) -> None:
-    """Refuse a copy that cannot be loaded here, or cannot share the target's KV cache.
-
-    The message names the field that differs.
-    """
+    """Refuse a copy that cannot be loaded here, or cannot share the target's KV cache."""
     from vllm.config import VllmConfig
 
     target_config = vllm_config.model_config
@@ -180,11 +172,7 @@ def _shape(model_config) -> dict[str, Any]:
 
 
 def why_no_level2(model_config, is_cpu: bool) -> str | None:
-    """Return why level 2 takes no part in speculating for a target; None if it does.
-
-    Args:
-        model_config: vLLM's, of the target.
-    """
+    """Return why level 2 takes no part in speculating for a target; None if it does."""
     if has_recurrent_layers(model_config):
         return "its linear-attention or state-space layers keep no KV cache to retrieve from"
     if model_config.use_mla:

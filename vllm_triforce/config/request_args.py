@@ -14,9 +14,6 @@ def request_limit(params) -> int | None:
     have numbers in place of bools and no objects, so they also take the key
     ``triforce_num_speculative_tokens``.
 
-    Args:
-        params: vLLM's ``SamplingParams``.
-
     Raises:
         VLLMValidationError: a key or value is none of these.
     """

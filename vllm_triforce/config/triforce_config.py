@@ -63,7 +63,6 @@ class ResolvedConfig(Keys):
 
     @property
     def uses_level2(self) -> bool:
-        """True if level 2 takes part."""
         return "2" in self.levels.split(",")
 
     @property
@@ -86,7 +85,6 @@ class ResolvedConfig(Keys):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Sources of drafts, the preferred one first."""
         return tuple(filter(None, self.draft_sources.split(",")))
 
     @property
@@ -101,7 +99,6 @@ class ResolvedConfig(Keys):
 
     @property
     def budget(self) -> RetrievalBudget:
-        """Blocks that level 2 reads: the first, the selected and the recent ones."""
         return RetrievalBudget(
             self.min_retrieval_budget // self.block_size,
             self.retrieval_budget // self.block_size,
@@ -114,7 +111,6 @@ class ResolvedConfig(Keys):
 
     @property
     def budget_text(self) -> str:
-        """Describe the budget in words."""
         min_tokens, max_tokens = self.min_retrieval_budget, self.retrieval_budget
         if min_tokens == max_tokens:
             return f"{max_tokens:,} tokens"
@@ -221,9 +217,7 @@ class TriForceConfig(Keys):
 
         Args:
             can_adapt: True if the engine has a controller.
-            model: the draft model, or None.
             has_fixed_shapes: True on Model Runner V2, where gamma is fixed at start.
-            max_num_seqs: vLLM's; None if not given.
             is_head: True if ``model`` is an EAGLE-3 head or has MTP layers.
 
         Raises:
@@ -326,11 +320,8 @@ class TriForceConfig(Keys):
     def resolve(self, block_size: int, is_exact: bool = False) -> ResolvedConfig:
         """Fill in all other keys, and fit sizes to vLLM's KV block, which is a retrieval chunk.
 
-        Budgets are rounded up to whole blocks, and to room for one retrieved chunk.
-
-        Args:
-            block_size: tokens in one of vLLM's KV blocks.
-            is_exact: True if a budget that does not fit is refused instead.
+        Budgets are rounded up to whole blocks, and to room for one retrieved chunk, or refused if
+        ``is_exact``.
 
         Raises:
             ValueError: a size does not fit; the message names one that does.

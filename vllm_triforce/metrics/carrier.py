@@ -46,11 +46,7 @@ class CounterSender:
         self._last_numbers: list = []
 
     def attach(self, output):
-        """Attach the increments since the last call to an output, and return it.
-
-        Args:
-            output: a ModelRunnerOutput, an asynchronous one, or None.
-        """
+        """Attach the increments since the last call to an output, and return it."""
         # Times change only together with numbers, so steps without speculation return here.
         numbers = list(self._counters.__dict__.values())
         if output is None or numbers == self._last_numbers:

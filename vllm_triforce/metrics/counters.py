@@ -19,21 +19,15 @@ _HEALTH, _OFFLOAD = "Health", "KV in host memory"
 
 @dataclass(frozen=True)
 class Counter:
-    """Description of a counter.
-
-    Args:
-        metric: Prometheus name, after ``vllm:triforce_`` and before ``_total``.
-        section: heading on docs/metrics.md.
-        unit: unit of the counter.
-        help: description, for Prometheus and docs/metrics.md.
-        is_on_device: True if kernels add to it.
-    """
+    """Description of a counter, for Prometheus and docs/metrics.md."""
 
     metric: str
+    """Prometheus name, after ``vllm:triforce_`` and before ``_total``."""
     section: str
     unit: str
     help: str
     is_on_device: bool = True
+    """True if kernels add to it."""
 
 
 def _counter(metric: str, section: str, unit: str, help: str, is_on_device: bool = True) -> Any:
@@ -147,13 +141,11 @@ class LevelCounters:
     """Seconds by part of ``propose()``."""
 
     def add_time(self, part: str, seconds: float) -> None:
-        """Add to the time of a part."""
         self.time_seconds[part] = self.time_seconds.get(part, 0.0) + seconds
 
     def add_step_seconds(
         self, speculative_step_seconds: float = 0.0, plain_step_seconds: float = 0.0
     ) -> None:
-        """Add steps that verified proposals."""
         self.speculative_step_seconds += speculative_step_seconds
         self.plain_step_seconds += plain_step_seconds
 
@@ -218,7 +210,6 @@ class LevelCounters:
         }
 
     def plus(self, other: "LevelCounters") -> "LevelCounters":
-        """Return the sum of two counters."""
         return self._combined(other, 1)
 
     def since(self, earlier: "LevelCounters") -> "LevelCounters":

@@ -37,7 +37,6 @@ class IntervalReport:
 
 
 def summary(counters: LevelCounters) -> str:
-    """Format counters as one line."""
     total_s = sum(counters.time_seconds.values()) or 1.0
     shares = ", ".join(
         f"{part} {100 * seconds / total_s:.0f}%" for part, seconds in counters.time_seconds.items()

@@ -19,7 +19,7 @@ class CountedLoraState(LoraState):
     """
 
     drafts: Mapping[str, Sequence[int]]
-    """Drafts of the step by request; requests without drafts may be missing."""
+    """Of the step, by request; requests without drafts may be missing."""
 
     def make_lora_inputs(self, req_ids, idx_mapping, num_scheduled_tokens):
         by_request, by_token, active = super().make_lora_inputs(
@@ -61,22 +61,16 @@ class LevelAdapters:
         return [0, len(self._dummy_adapters) + 1]
 
     def begin_step(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Begin a step whose full pass verifies ``drafts``."""
         self._state.drafts = drafts
 
     def has_any(self, request_ids: Sequence[str]) -> bool:
-        """Return True if one of the requests has an adapter."""
         return any(adapter is not None for adapter in self._adapters_of(request_ids))
 
     def begin_proposal(self, request_ids: Sequence[str], num_rows: int, query_len: int) -> None:
-        """Activate the adapters of these requests for the next passes, a row each.
+        """Activate the adapters of these requests for passes of ``num_rows`` rows with padding.
 
         Activation waits for the device, as it does in vLLM before a full pass. Batches without
-        adapters skip it.
-
-        Args:
-            num_rows: rows of a pass, including padding at the end.
-            query_len: tokens of a row; all have logits, except those of padding.
+        adapters skip it. All tokens have logits, except those of padding.
         """
         adapters = self._adapters_of(request_ids)
         if any(adapter is not None for adapter in adapters) or not self._is_inactive:
@@ -151,11 +145,7 @@ class LevelAdapters:
         in_pass: list[LoRARequest | None],
         num_tokens: int = 1,
     ) -> None:
-        """Activate the adapters of the rows of logits and of the tokens of a pass.
-
-        Args:
-            num_tokens: how often each entry of both lists is repeated.
-        """
+        """Activate the adapters of rows of logits and of tokens, each ``num_tokens`` times."""
         by_logits, by_token = (
             tuple(
                 NO_LORA_ID if adapter is None else adapter.lora_int_id

@@ -55,7 +55,6 @@ class Placeholders:
         return bool(self._features.get(request_id))
 
     def add(self, new_requests: Iterable) -> None:
-        """Read vLLM's data of requests that join."""
         num_ids = len(self._ids)
         for request in new_requests:
             for place in (feature.mm_position for feature in request.mm_features):
@@ -132,17 +131,14 @@ class Slots(dict[str, Slot]):
 
 @dataclass(frozen=True)
 class ProposalContext:
-    """Objects that all proposals of an engine share.
-
-    Args:
-        logits_dtype: of all logits that tokens are sampled from, so that vLLM's rejection sampler
-            reads the numbers that the tokens were sampled by.
-    """
+    """Objects that all proposals of an engine share."""
 
     vllm_config: Any
     config: ResolvedConfig
     rows: Rows
     logits_dtype: torch.dtype
+    """Of all logits that tokens are sampled from, so that vLLM's rejection sampler reads the
+    numbers that the tokens were sampled by."""
     sampler: ExponentialSampler
     logits_processing: LogitsProcessing
     counters: DeviceCounters
@@ -215,11 +211,7 @@ class BatchReader:
         num_sampled: torch.Tensor,
         last_sampled: torch.Tensor,
     ) -> BatchV2:
-        """Read the rows that propose by one route.
-
-        Args:
-            plans: by row of ``input_batch``.
-        """
+        """Read the rows that propose by one route; ``plans`` are by row of ``input_batch``."""
         runner, rows = self.runner, np.array(list(plans))
         states = input_batch.idx_mapping_np[rows]
         tables = runner.block_tables
@@ -258,7 +250,6 @@ class BatchReader:
         )
 
     def _read_sampling(self, states: np.ndarray) -> SamplingV2:
-        """Say which kinds of sampling the requests need."""
         sampling = self.runner.sampler.sampling_states
         sampled = states[sampling.temperature.np[states] != 0]
         has_masks = (

@@ -35,12 +35,7 @@ if TYPE_CHECKING:
 
 
 class SpeculatorPartsV2:
-    """Speculator of one engine, and the parts of it that the runner's adapter uses.
-
-    Args:
-        adapter: has the loaded models.
-        offload: layers whose KV cache lies in host memory; None if there are none.
-    """
+    """Speculator of one engine, and the parts of it that the runner's adapter uses."""
 
     def __init__(
         self,
@@ -104,7 +99,6 @@ class SpeculatorPartsV2:
         adapter: BaseAdapterV2,
         token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32, of vLLM's requests
     ) -> dict[str, DraftSourceV2]:
-        """Build level 1's sources, by name."""
         parts = SourcePartsV2(
             self.context,
             adapter.model,
@@ -134,7 +128,6 @@ class SpeculatorPartsV2:
         return DraftLogits(logits, max_num_seqs, synthetic)
 
     def _hidden_states(self, adapter: BaseAdapterV2) -> HiddenStatesV2:
-        """Allocate the target's states that a head reads."""
         draft_config = self.context.vllm_config.speculative_config.draft_model_config
         return HiddenStatesV2(
             fusion_of(adapter.model),
@@ -153,11 +146,7 @@ class SpeculatorPartsV2:
         builder: Any,
         offload: "OffloadedCache | None",
     ) -> RetrievalLevelV2 | None:
-        """Build level 2 over the target's KV cache; without it, stage layers in host memory alone.
-
-        Args:
-            layers: attention layers that retrieve; ``builder`` builds their metadata.
-        """
+        """Build level 2 over the target's KV cache; without it, stage layers in host memory."""
         context, config = self.context, self.context.config
         sums = context.counters.sums
         host_layers: dict[str, HostLayer] = {}
@@ -204,11 +193,7 @@ class SpeculatorPartsV2:
 
 
 def _grouped_layers(adapter: BaseAdapterV2, runner, kv_cache_config):
-    """Return ``group_layers()`` of the target.
-
-    Raises:
-        ValueError: vLLM's kernels use other blocks than its block tables.
-    """
+    """Return ``group_layers()`` of the target."""
     block_sizes = runner.block_tables.block_sizes
     check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
     retrieval = platform_for(current_platform).retrieval()

@@ -49,13 +49,7 @@ class DummyBatches:
     def make(
         self, num_rows: int, context: int, num_tokens: int, num_rounds: int, is_greedy: bool
     ) -> BatchV2:
-        """Make a batch of new requests.
-
-        Args:
-            context: tokens of each request.
-            num_tokens: tokens of each proposal.
-            is_greedy: True for greedy requests, False for requests with all sampling parameters.
-        """
+        """Make a batch of new requests, greedy ones or with all sampling parameters."""
         states, size = np.arange(num_rows), max(self._runner.block_tables.block_sizes)
         self._num_batches += 1
         return BatchV2(
@@ -84,7 +78,6 @@ class DummyBatches:
         )
 
     def forget(self, batch: BatchV2) -> None:
-        """Release the slots of the batch's requests."""
         for request_id in batch.request_ids:
             self._built.slots.release(request_id)
 
@@ -124,7 +117,6 @@ class CalibrationV2:
     Args:
         dummy_run: vLLM's ``GPUModelRunner._dummy_run``.
         max_context: tokens of a request at most.
-        max_reqs: requests of a batch at most.
         max_tokens: tokens of a pass at most.
         num_kv_tokens: tokens that the KV cache holds.
     """
@@ -162,7 +154,6 @@ class CalibrationV2:
                     self._propose(route, num_rows, self._context, _MORE_ROUNDS, is_greedy)
 
     def run(self) -> Measurements:
-        """Measure the seconds of all passes."""
         contexts = [*(c for c in _CONTEXTS if c < self.max_context), self.max_context]
         full = measure_full_passes(
             self._timer,
@@ -199,14 +190,11 @@ class CalibrationV2:
         )
 
     def _measure_batches(self, contexts: list[int]) -> tuple[int, list[tuple[float, float, float]]]:
-        """Measure full passes of several requests.
+        """Measure ``full_context`` and ``full_by_num_reqs`` of ``Measurements``.
 
         FlashAttention 2 does not split the context of a query of several tokens, so that one
-        request leaves idle the multiprocessors that several fill.
-
-        Returns:
-            The longest context that the KV cache holds for all, and
-            ``Measurements.full_by_num_reqs``.
+        request leaves idle the multiprocessors that several fill. The context is the longest that
+        the KV cache holds for all.
         """
         max_reqs = min(self.max_reqs, self.max_tokens // self._query_len)
         sizes = [n for n in _BATCH_SIZES if n <= max_reqs]
@@ -222,12 +210,10 @@ class CalibrationV2:
     def _measure_level2(
         self, contexts: list[int], draft: float, draft_per_row: float
     ) -> list[tuple[float, Points]]:
-        """Measure passes of level 2; returns ``Measurements.level2_by_batch``, 0 without level 2.
+        """Measure ``Measurements.level2_by_batch``, 0 without level 2.
 
-        Level 2 reads a share of each context, and looks through all of it when it selects.
-
-        Args:
-            draft, draft_per_row: seconds of the draft model, which is part of each round.
+        Level 2 reads a share of each context, and looks through all of it when it selects. The
+        draft model's seconds are part of each round.
         """
         if not self.config.uses_level2:
             return [(1.0, [(float(self._context), 0.0)])]
@@ -285,14 +271,7 @@ def warm_up_proposals(
     built: SpeculatorPartsV2,
     measures: bool,
 ) -> Measurements | None:
-    """Run every kind of proposal once on a GPU, which compiles the kernels, and measure passes.
-
-    Args:
-        measures: True to measure passes.
-
-    Returns:
-        Measurements, or None if ``measures`` is False.
-    """
+    """Run every kind of proposal once on a GPU, which compiles the kernels, and measure passes."""
     is_gpu = built.context.device.type != "cpu"
     if not (is_gpu or measures):
         return None

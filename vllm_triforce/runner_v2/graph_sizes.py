@@ -15,11 +15,9 @@ MAX_ROWS = ROUND_ROWS[-1]
 
 
 def round_sizes(max_rows: int, capture_limit: int) -> list[int]:
-    """Return the numbers of rows that rounds are captured for.
+    """Return the numbers of rows that rounds of at most ``max_rows`` are captured for.
 
-    Args:
-        max_rows: rows of a batch at most.
-        capture_limit: largest size that vLLM captures, in tokens.
+    ``capture_limit`` is the largest size that vLLM captures, in tokens.
     """
     max_size = min(max_rows, MAX_ROWS, capture_limit)
     return sorted({size for size in ROUND_ROWS if size < max_size} | {max_size})
@@ -48,13 +46,10 @@ def num_graphs(
     """Count the graphs of proposals that run a model, by kind.
 
     Args:
-        max_rows, capture_limit: as in ``round_sizes``.
         num_lora_cases: numbers of adapters that level 2's passes are captured for; 0 without LoRA.
     """
-    rounds, passes = (
-        len(round_sizes(max_rows, capture_limit)),
-        len(pass_sizes(max_rows, capture_limit)),
-    )
+    rounds = len(round_sizes(max_rows, capture_limit))
+    passes = len(pass_sizes(max_rows, capture_limit))
     # There are rounds with and without selection. The graphs of logits are not
     # counted: they have a few dozen kernels, where a pass has hundreds.
     level2 = {"level 2 rounds": 2 * rounds, "level 2 passes": passes}

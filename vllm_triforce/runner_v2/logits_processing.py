@@ -53,11 +53,7 @@ class LogitsProcessing:
         """[5, max_num_reqs], parameters of vLLM's ``apply_logit_bias`` by state."""
 
     def is_needed(self, states: np.ndarray) -> bool:
-        """Return True if one of the requests has a processor.
-
-        Args:
-            states: [num_rows], int.
-        """
+        """True if one of the requests, by state, has a processor."""
         return bool(
             self._bias.use_logit_bias[states].any()
             or self._penalties.use_penalty[states].any()
@@ -84,15 +80,9 @@ class LogitsProcessing:
     def apply(
         self,
         logits: torch.Tensor,  # [num_rows * query_len, vocab_size]
-        first_place: int,
+        first_place: int,  # n follows the proposal so far and n drafts of the round
     ) -> torch.Tensor:  # float32; may be ``logits``, modified in place
-        """Apply the processors; only launches kernels, so that a CUDA graph can capture it.
-
-        Args:
-            logits: of ``query_len`` places of each row. Place n follows the proposal so far and n
-                drafts of the round.
-            first_place: number of the first of these places.
-        """
+        """Apply the processors; only launches kernels, so that a CUDA graph can capture it."""
         rows, penalties, words = self._rows, self._penalties, self._bad_words
         logits, query_len = logits.float(), len(logits) // rows.num_rows
         self._add_biases(logits, query_len, first_place)

@@ -132,7 +132,7 @@ class ModelPass:
 
     @contextmanager
     def within_capture(self) -> Iterator[None]:
-        """Run without graphs, while a larger graph is captured around the pass."""
+        """Run without graphs while a larger one is captured."""
         graphs, self._graphs = self._graphs, None
         try:
             yield
@@ -167,7 +167,6 @@ class ModelPass:
         self._graphs = graphs
 
     def begin(self, request_ids: Sequence[str]) -> None:
-        """Prepare runs for these requests, a row each."""
         if self._adapters is not None:
             self._has_adapters = self._adapters.has_any(request_ids)
             num_rows = self.padded_rows(len(request_ids))
@@ -183,7 +182,7 @@ class ModelPass:
         return self._hidden[: num_rows * length].unflatten(0, (num_rows, length))
 
     def run(self, num_rows: int) -> torch.Tensor:  # [num_rows, query_len, hidden_size]
-        """Return hidden states of the inputs, valid until the next run."""
+        """Run the inputs; the result is valid until the next run."""
         if self._graphs is not None:
             desc = self._dispatch(self._graphs, num_rows)
             if desc.cg_mode == CUDAGraphMode.FULL:
@@ -261,11 +260,7 @@ class GraphedRound:
         self._scratch = kernel_scratch()  # kept alive, as the graphs write to it
 
     def __call__(self, sampling: SamplingV2, *args) -> tuple[torch.Tensor, ...]:
-        """Run a round.
-
-        Args:
-            args: further arguments of ``work``; graphs are captured with the defaults.
-        """
+        """Run a round, in a graph with the defaults of ``args``."""
         num_rows = self._rows.num_rows
         if self._graphs is not None:
             desc = self._graphs.dispatch(num_rows, num_rows, 1, 0)

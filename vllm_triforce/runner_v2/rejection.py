@@ -14,11 +14,7 @@ from vllm_triforce.vllm_patches import swaps
 
 
 def replace_rejection_sampler(runner, draft_logits: DraftLogits) -> None:
-    """Replace a runner's rejection sampler by ``CompleteRejectionSamplerV2``.
-
-    Raises:
-        RuntimeError: the model has a rejection sampler of another class.
-    """
+    """Replace a runner's rejection sampler, unless the model has one of its own."""
     if type(runner.rejection_sampler) is not RejectionSampler:
         raise RuntimeError(
             f"method='triforce' is not supported with {type(runner.rejection_sampler).__name__}: "

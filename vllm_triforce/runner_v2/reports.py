@@ -31,11 +31,7 @@ class Reports:
         self._pending: Callable[..., StepReport] | None = None
 
     def begin_step(self, number: int | None) -> None:
-        """Begin a step; the previous step's report goes with this step's output.
-
-        Args:
-            number: number of the step's plan; None without a plan.
-        """
+        """Begin a step with this plan; the previous report goes with this step's output."""
         if self._number is not None:
             self._pending = partial(
                 self._make_report, self._number, self._rows, self._marks, self._copied()
@@ -43,18 +39,13 @@ class Reports:
         self._number, self._rows, self._marks = number, [], []
 
     def add(self, request_ids: list[str], outcomes: torch.Tensor) -> None:
-        """Add the outcomes of a batch's proposals to the step's report.
-
-        Args:
-            outcomes: [num_rows, len(OutcomeColumn)], int32; may be overwritten afterwards.
-        """
+        """Add outcomes, [num_rows, len(OutcomeColumn)], int32, which may be overwritten later."""
         if self._number is not None:
             host_copy = torch.empty(outcomes.shape, dtype=outcomes.dtype, pin_memory=self._is_gpu)
             self._rows.append((request_ids, host_copy.copy_(outcomes, non_blocking=True)))
 
     @contextmanager
     def timing(self, route: str) -> Iterator[None]:
-        """Time a route's proposals on the device."""
         begin = self._mark()
         yield
         self.add_time(route, begin, self._mark())
@@ -72,11 +63,9 @@ class Reports:
         return event
 
     def set_measurements(self, measurements: Measurements | None) -> None:
-        """Send measurements with the next report."""
         self._measured = measurements
 
     def add_disabled(self, request_ids: list[str]) -> None:
-        """Send ids of disabled requests with the next report."""
         self._disabled += tuple(request_ids)
 
     def attach_to(self, output):
@@ -122,9 +111,6 @@ class ProposedTokensHandler(DraftTokensHandler):
 
     vLLM's handler reports ``num_speculative_tokens`` placeholders for every request. An
     asynchronous scheduler assumes the same number, and reads the tokens only for structured output.
-
-    Args:
-        is_asynchronous: True if the scheduler is asynchronous.
     """
 
     def __init__(self, device: torch.device, is_asynchronous: bool) -> None:
@@ -140,7 +126,6 @@ class ProposedTokensHandler(DraftTokensHandler):
         tokens: torch.Tensor,  # [num_reqs, num_speculative_tokens], int64
         lengths: torch.Tensor | None,  # [num_reqs], int32; None if nothing was proposed
     ) -> None:
-        """Set the proposals of the step's requests."""
         self._proposal = None if lengths is None else (tokens, lengths)
         self._max_tokens = tokens.shape[1]
 

@@ -283,7 +283,6 @@ class RunnerAdapterV2(BaseAdapterV2):
         last_sampled: torch.Tensor,
         draft_tokens: torch.Tensor,
     ) -> None:
-        """Propose for the requests of each route, and write ``draft_tokens``."""
         speculator = self.built.speculator
         for route, plans in routes.items():
             batch = self._reader.read(input_batch, plans, num_sampled, last_sampled)
@@ -320,7 +319,6 @@ class RunnerAdapterV2(BaseAdapterV2):
         self._reports.begin_step(None if self.plan is None else self.plan.number)
 
     def end_step(self, output):
-        """Attach the previous step's report to ``output``."""
         return self._reports.attach_to(output)
 
     def _release_finished(self, input_batch) -> None:

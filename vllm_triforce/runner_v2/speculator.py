@@ -75,7 +75,7 @@ class SpeculatorV2(Observer):
 
     @contextmanager
     def without_counting(self):
-        """Leave counters and times as they are; waits for the device."""
+        """Restore counters and times; waits for the device."""
         num_passes = self.known_counters.num_level2_passes
         counts = self._counters.sums.clone(), num_passes, dict(self.times.seconds)
         try:
@@ -91,7 +91,6 @@ class SpeculatorV2(Observer):
         self.times.seconds.update(seconds)
 
     def capture(self, mode) -> None:
-        """Capture CUDA graphs of the configured levels."""
         for source in self.sources.values():
             source.capture(mode)
         if self.level2 is not None:
@@ -148,7 +147,6 @@ class SpeculatorV2(Observer):
         states: torch.Tensor,  # [batch size], int
         num_sampled: torch.Tensor,  # [batch size], int
     ) -> None:
-        """Count the outcome of a full pass."""
         count_full_pass(self._counters.sums, scheduled, states, num_sampled, self.num_proposed)
 
     # Of the loop's Observer, on the host:

@@ -32,7 +32,6 @@ def refusing() -> Iterator[None]:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """True if the error was raised by one of TriForce's checks."""
     return getattr(error, _MARK, False)
 
 
@@ -115,7 +114,6 @@ def _from_cli_args(original, cls, args):
 
 
 def _keys_beside_flag(engine_args) -> dict[str, Any]:
-    """Read --speculative-config given together with --speculative-model."""
     keys = _given_keys(engine_args, f"--speculative-model {METHOD}")
     for flag, method in (
         ("--speculative-config with method", keys.get("method", METHOD)),
@@ -145,7 +143,6 @@ def _given_keys(engine_args, flag: str) -> dict[str, Any]:
 
 
 def uses_triforce(engine_args) -> bool:
-    """True if the engine arguments select the method ``triforce``."""
     keys = engine_args.speculative_config
     is_in_keys = isinstance(keys, dict) and keys.get("method") == METHOD
     return engine_args.spec_method == METHOD or is_in_keys

@@ -280,7 +280,6 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
 
 
 def _read_kept(additional_config) -> tuple[TriForceConfig, str | None]:
-    """Read our keys and the draft model that ``_keep`` has kept."""
     kept = dict(additional_config[METHOD])
     draft_model = kept.pop("draft_model")
     return TriForceConfig.from_dict(kept), draft_model

@@ -41,8 +41,6 @@ class Patch:
         return f"{self.owner}.{self.attribute}"
 
     def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that takes the original's place."""
-
         @functools.wraps(original)
         def wrapper(*args, **kwargs):
             return self.function(original, *args, **kwargs)
@@ -69,11 +67,7 @@ class Patch:
         return f"{self.name}({', '.join(self.parameters)}), but this vLLM has ({', '.join(actual)})"
 
     def apply(self) -> bool:
-        """Wrap the original, unless this vLLM lacks it or it is already wrapped.
-
-        Returns:
-            True if this call wrapped it.
-        """
+        """Wrap the original, unless this vLLM lacks it or it is wrapped; True if this call did."""
         original = self._original()
         if original is None:
             return False
@@ -109,12 +103,11 @@ PATCHES: list[Patch] = []
 
 
 def patch(target: str, parameters: str | None, why: str, until: str):
-    """Register the decorated function as the ``function`` of a patch.
+    """Register the decorated function as the ``function`` of a ``Patch``.
 
     Args:
         target: ``MODULE:CLASS.ATTRIBUTE``, the attribute to wrap.
-        parameters: names of the original's parameters, separated by commas; None for any.
-        why, until: texts of the ledger.
+        parameters: names separated by commas; None for any.
     """
 
     def register(function: Callable[..., Any]):

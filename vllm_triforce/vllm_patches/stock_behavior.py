@@ -13,12 +13,10 @@ _TAG = "_is_triforce"
 
 
 def mark(speculative_config) -> None:
-    """Tag a ``SpeculativeConfig`` as TriForce's."""
     object.__setattr__(speculative_config, _TAG, True)
 
 
 def is_triforce(speculative_config) -> bool:
-    """True if the config is tagged as TriForce's, not another method's."""
     return getattr(speculative_config, _TAG, False)
 
 

@@ -82,7 +82,6 @@ class TriForceGPUWorker(Worker):
             self._warn_of_stale_copy()
 
     def _warn_of_stale_copy(self) -> None:
-        """Log that new weights of the target do not reach level 2's copy."""
         if (name := self.triforce_config.level2_model) is not None:
             logger.warning(
                 "level2_model=%s keeps the weights from before. Outputs are right, but fewer "
@@ -183,7 +182,6 @@ class TriForceGPUWorker(Worker):
         return self._with_counters(output)
 
     def _with_counters(self, output):
-        """Attach the counters to the step's output, which carries them to /metrics."""
         return output if self._counter_sender is None else self._counter_sender.attach(output)
 
     def triforce_held_requests(self) -> dict[str, int]:

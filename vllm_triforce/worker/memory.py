@@ -18,9 +18,6 @@ def buffer_bytes(
 
     All are sized for ``max_speculating_seqs`` requests. CUDA's own memory of graphs
     is not included (``BaseAdapterV2.graph_bytes``).
-
-    Args:
-        layers, draft_layers: attention layers of the target and of the draft, by name.
     """
     scheduler = vllm_config.scheduler_config
     seqs = min(scheduler.max_num_seqs, config.max_speculating_seqs)
@@ -104,11 +101,7 @@ def summary_bytes_per_kv_byte(layers: dict, config: ResolvedConfig, vllm_config)
 
 
 def kv_cache_budget(available_bytes: int, fixed: int, share: float, config) -> int:
-    """Return the bytes that remain for vLLM's KV cache.
-
-    Args:
-        fixed: bytes of TriForce's buffers.
-        share: bytes of chunk summaries per byte of KV cache.
+    """Return the bytes that remain for vLLM's KV cache beside ``fixed`` and the summaries' share.
 
     Raises:
         ValueError: nothing remains.

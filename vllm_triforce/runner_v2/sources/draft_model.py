@@ -234,7 +234,6 @@ class DraftModelV2(DraftSourceV2):
         draw_drafts(rows, step, draft, self._context.sampler)
 
     def _build_pass(self, query_len: int, name: str) -> ModelPass:
-        """Build a pass of ``query_len`` tokens a row over the draft's cache."""
         vllm_config, max_rows = self._vllm_config, self._rows.max_rows
         capacity = self.cache.blocks_per_slot * self.cache.block_size
         draft_config = vllm_config.speculative_config.draft_model_config

@@ -91,11 +91,7 @@ class HiddenStatesV2:
         gather_states(self._rows, self.ring, inputs.query_len, padded_rows, inputs.hidden)
 
     def before(self, slots: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """Return the state before each token, [num_tokens, hidden_size].
-
-        Args:
-            slots, indices: [num_tokens], int64, of each token.
-        """
+        """Return the state before each token, [num_tokens, hidden_size]."""
         return self.ring[slots, (indices - 1) % self._capacity]
 
 
@@ -105,7 +101,6 @@ class SourcePartsV2:
 
     Args:
         draft: the draft model as vLLM loaded it; None where none was configured.
-        draft_layers: attention layers of the draft by name.
         draft_config: vLLM's config in which a pass of the draft finds its layers.
         draft_attention: from (layers, builder) to the platform's attention for the draft.
         all_token_ids: [max_num_reqs, max_model_len], int32, by state, as in each batch.
