@@ -23,10 +23,10 @@ class Registry(Mapping[str, Any]):
     Args:
         package: dotted name of the package.
         base: module of the package with the base class, and that class's name.
-        group: entry point group; None if other packages cannot add classes.
+        group: entry point group.
     """
 
-    def __init__(self, package: str, base: tuple[str, str], group: str | None = None) -> None:
+    def __init__(self, package: str, base: tuple[str, str], group: str) -> None:
         self._package = package
         self._base = base
         self._group = group
@@ -52,7 +52,7 @@ class Registry(Mapping[str, Any]):
     @cached_property
     def _added(self) -> dict[str, EntryPoint]:
         entries: dict[str, EntryPoint] = {}
-        for entry in entry_points(group=self._group) if self._group else ():
+        for entry in entry_points(group=self._group):
             if entry.name in self._files or entry.name in entries:
                 owner = _project(entries[entry.name]) if entry.name in entries else "vllm-triforce"
                 raise ValueError(

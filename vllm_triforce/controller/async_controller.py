@@ -103,8 +103,11 @@ class AsyncController:
             candidate(request_id) for request_id in request_ids if request_id not in self._present
         ]
         self._present = set(request_ids)
-        if joined:
-            self._note_joined(joined)
+        if any(joining.has_seed for joining in joined):
+            self._held = None
+            controller.seeded_request_joined()
+        if not all(joining.has_seed for joining in joined):
+            controller.requests_joined()
         if not request_ids or (controller.chooses and controller.backoff.is_resting):
             return number, {}
         start = self.controller.clock()
@@ -210,13 +213,6 @@ class AsyncController:
         self._pending[number] = _Pending(plan, planned, contexts, untypical, has_seed)
         self._alive.update(plan)
         self.controller.await_outcomes(plan)
-
-    def _note_joined(self, joined: Sequence[Candidate]) -> None:
-        if any(candidate.has_seed for candidate in joined):
-            self._held = None
-            self.controller.seeded_request_joined()
-        if not all(candidate.has_seed for candidate in joined):
-            self.controller.requests_joined()
 
     @property
     def ignores_steps(self) -> bool:

@@ -141,7 +141,9 @@ class Controller:
         choices = [self._fixed.choice(candidate) for candidate in candidates]
         if self.chooses:
             start = self.clock()
-            if self.measured is not None and self._adoption_is_due():
+            count = self.num_decisions
+            is_due = count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count.bit_count() == 1)
+            if self.measured is not None and (self._adopt is None or is_due):
                 self._update_costs(self.measured)
             self.num_decisions += 1
             options = self._options(candidates, num_plain)
@@ -158,11 +160,6 @@ class Controller:
         self._chosen.update((c.request_id, choice) for c, choice in zip(candidates, choices))
         self._num_held_steps = 0
         return choices
-
-    def _adoption_is_due(self) -> bool:
-        count = self.num_decisions
-        is_due = count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count.bit_count() == 1)
-        return self._adopt is None or is_due
 
     def _update_costs(self, measured: CostModel) -> None:
         self._model = self._adopt(measured).copy() if self._adopt else measured

@@ -92,7 +92,6 @@ class Trials:
         )
 
     def discard(self, request_id: str) -> None:
-        """Drop a trial without an outcome."""
         self._in_flight.discard(request_id)
         if self._pending.pop(request_id, None):
             self._waiting_since[request_id] = self._num_decisions
@@ -155,7 +154,10 @@ class Trials:
         self, columns: np.ndarray, candidates: Sequence[Candidate], options: Options
     ) -> np.ndarray:  # [num_reqs, num_columns], bool
         """Mark the options by other routes than a request's own."""
-        is_trial = _other_routes(options, columns)
+        names = [None, *dict.fromkeys(options.routes)]
+        routes = np.array([names.index(route) for route in options.routes])
+        planned = np.where(columns >= 0, routes[columns], 0)
+        is_trial = options.is_possible & (routes != planned[:, None])
         is_trial[[c.request_id in self._in_flight for c in candidates]] = False
         if self._num_decisions % _OTHER_ROUTES_EVERY:
             is_trial[columns >= 0] = False
@@ -179,14 +181,6 @@ class Trials:
         self._waiting_since.pop(request_id, None)
         self._pending.pop(request_id, None)
         self._in_flight.discard(request_id)
-
-
-def _other_routes(options: Options, columns: np.ndarray) -> np.ndarray:
-    """Select options by other routes than the planned ones, [num_reqs, num_options] bool."""
-    names = [None, *dict.fromkeys(options.routes)]
-    routes = np.array([names.index(route) for route in options.routes])
-    planned = np.where(columns >= 0, routes[columns], 0)
-    return options.is_possible & (routes != planned[:, None])
 
 
 def _present(

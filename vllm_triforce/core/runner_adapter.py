@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.core.kv_groups import attention_layers
 from vllm_triforce.core.models import (
     aux_layers,
@@ -72,18 +71,6 @@ class RunnerAdapter:
 
     def warm_up(self) -> None:
         """Compile after vLLM has captured its graphs."""
-
-    def measured_passes(self, remeasure: bool) -> Measurements | None:
-        """Return the seconds of passes, measured at start-up; None if nothing is chosen by them.
-
-        Args:
-            remeasure: measure now, in an engine without requests.
-        """
-        return None
-
-    def held_requests(self) -> dict[str, int]:
-        """Count the requests with state, by the part that keeps it."""
-        return {}
 
     def synchronize_times(self, synchronize: bool) -> None:
         """Wait for the device wherever a part is timed, unless the host reads every result."""
