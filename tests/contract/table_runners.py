@@ -9,7 +9,6 @@ from tests.contract.surface import Surface, calls, derives, does, has, overrides
 MIXIN, BUILD = "vllm_triforce/worker/gpu.py", "vllm_triforce/core/kv_groups.py"
 CACHE, PASS = "vllm_triforce/core/models.py", "vllm_triforce/core/model_pass.py"
 V1, V2 = "vllm_triforce/runner_v1/runner.py", "vllm_triforce/runner_v2/runner.py"
-OURS2 = "vllm_triforce/runner_v2/base_adapter.py"
 OFF, HANDED = "vllm_triforce/runner_v1/plain_steps.py", "vllm_triforce/runner_v2/reports.py"
 BATCH2 = "vllm_triforce/runner_v2/batch.py"
 GRAPHS = "vllm_triforce/runner_v2/passes.py"
@@ -138,21 +137,21 @@ HEADS: list[Surface] = [
     has(RUNNER, "ExecuteModelState", "hidden_states aux_hidden_states", OFF),
     does(RUNNER, "GPUModelRunner.execute_model", "self.execute_model_state =", OFF),
     has("v1/worker/gpu_input_batch.py", "InputBatch", "num_computed_tokens_cpu num_reqs", "vllm_triforce/runner_v1/runner.py"),
-    has(RUNNER2, "GPUModelRunner", "use_aux_hidden_state_outputs vllm_config", OURS2),
-    overrides(ALONE2, "StandaloneARSpeculator.load_draft_model", "self, target_model, target_attn_layer_names", OURS2),
+    has(RUNNER2, "GPUModelRunner", "use_aux_hidden_state_outputs vllm_config", V2),
+    overrides(ALONE2, "StandaloneARSpeculator.load_draft_model", "self, target_model, target_attn_layer_names", V2),
     has("v1/worker/gpu/input_batch.py", "InputBatch", "positions", STATES2),
 ]
 
 RUNNER_V2: list[Surface] = [
-    derives(ALONE2, "StandaloneARSpeculator", "DraftModelSpeculator", OURS2),
-    calls(ALONE2, "StandaloneARSpeculator.__init__", "vllm_config, device", OURS2),
+    derives(ALONE2, "StandaloneARSpeculator", "DraftModelSpeculator", V2),
+    calls(ALONE2, "StandaloneARSpeculator.__init__", "vllm_config, device", V2),
     overrides(SPEC2, "BaseSpeculator.propose", PROPOSE2, V2),
     overrides(ALONE2, "StandaloneARSpeculator.propose", PROPOSE2, V2),
     overrides(SPEC2, "BaseSpeculator.init_cudagraph_manager", "self, cudagraph_mode", V2),
     overrides(SPEC2, "BaseSpeculator.capture", "self", V2),
-    overrides(SPEC2, "DraftModelSpeculator.load_model", "self, target_model", OURS2),
-    overrides(ALONE2, "StandaloneARSpeculator.set_attn", "self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups", OURS2),
-    has(SPEC2, "BaseSpeculator", "num_query_per_req num_extra_query_per_req", OURS2),
+    overrides(SPEC2, "DraftModelSpeculator.load_model", "self, target_model", V2),
+    overrides(ALONE2, "StandaloneARSpeculator.set_attn", "self, model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups", V2),
+    has(SPEC2, "BaseSpeculator", "num_query_per_req num_extra_query_per_req", V2),
     has(SPEC2, "DraftModelSpeculator", "vllm_config device draft_tokens draft_logits vocab_size num_speculative_steps max_num_reqs model draft_attn_layer_names draft_token_confidence_probs observe_verification supports_mm_inputs", V2),
     # Start-up: speculator and handler are made, and may be replaced; then this order.
     does(RUNNER2, "GPUModelRunner.__init__", "self.req_states = < self.speculator = < self.draft_tokens_handler =", V2),
@@ -296,7 +295,7 @@ RUNNER_V2: list[Surface] = [
     has("v1/core/block_pool.py", "BlockPool", "get_num_free_blocks", LENDING),
     has("config/vllm.py", "VllmConfig", "max_concurrent_batches", LENDING),
     has("v1/worker/block_table.py", "BlockTable", "num_blocks_per_row", "vllm_triforce/runner_v1/batch.py"),
-    has("v1/worker/gpu/block_table.py", "BlockTables", "num_blocks", OURS2),
+    has("v1/worker/gpu/block_table.py", "BlockTables", "num_blocks", V2),
     # vLLM's figures: what it counts of a step, by this method and for each request.
     overrides("v1/core/sched/scheduler.py", "Scheduler.update_from_output", "self, scheduler_output, model_runner_output", STATS),
     overrides("v1/core/sched/scheduler.py", "Scheduler.make_spec_decoding_stats", "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id", STATS),

@@ -273,12 +273,11 @@ class _Inside:
 def _plan_by_dice(speculator, seed: int) -> None:
     """In the place of the scheduler's plan."""
     from vllm_triforce.core.messages import StepPlan
-    from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
 
     dice = Dice(speculator, seed)
 
     def begin_step(scheduler_output) -> None:
-        BaseAdapterV2.begin_step(speculator, scheduler_output)
+        speculator.take_blocks_back(scheduler_output)
         most = speculator.num_speculative_steps
         able = {name: most for name in scheduler_output.num_scheduled_tokens}
         speculator.plan = StepPlan(0, dice.proposing(able))

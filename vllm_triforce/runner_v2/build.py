@@ -16,13 +16,13 @@ from vllm_triforce.core.kv_groups import (
     retrieval_block_size,
 )
 from vllm_triforce.core.models import Level2Model, fusion_of, num_states
+from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
 from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.kernels.synthetic import SyntheticTest
 from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.adapters import LevelAdapters
-from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
 from vllm_triforce.runner_v2.batch import Placeholders, ProposalContext, Slots
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
@@ -39,14 +39,14 @@ class SpeculatorPartsV2:
 
     def __init__(
         self,
-        adapter: BaseAdapterV2,
+        adapter: RunnerAdapter,
         runner,
         kv_cache_config,
         offload: "OffloadedCache | None" = None,
     ) -> None:
-        config, vocab_size, device = adapter.config, adapter.vocab_size, adapter.device
-        vllm_config = runner.vllm_config
+        config, device, vllm_config = adapter.config, adapter.device, runner.vllm_config
         model_config, scheduler_config = vllm_config.model_config, vllm_config.scheduler_config
+        vocab_size = model_config.get_vocab_size()
         groups, layers, builder = [], [], None
         if config.builds_level2:
             groups, layers, builder = _grouped_layers(adapter, runner, kv_cache_config)
@@ -96,7 +96,7 @@ class SpeculatorPartsV2:
 
     def _sources(
         self,
-        adapter: BaseAdapterV2,
+        adapter: RunnerAdapter,
         token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32, of vLLM's requests
     ) -> dict[str, DraftSourceV2]:
         parts = SourcePartsV2(
@@ -127,7 +127,7 @@ class SpeculatorPartsV2:
             )
         return DraftLogits(logits, max_num_seqs, synthetic)
 
-    def _hidden_states(self, adapter: BaseAdapterV2) -> HiddenStatesV2:
+    def _hidden_states(self, adapter: RunnerAdapter) -> HiddenStatesV2:
         draft_config = self.context.vllm_config.speculative_config.draft_model_config
         return HiddenStatesV2(
             fusion_of(adapter.model),
@@ -192,7 +192,7 @@ class SpeculatorPartsV2:
         )
 
 
-def _grouped_layers(adapter: BaseAdapterV2, runner, kv_cache_config):
+def _grouped_layers(adapter: RunnerAdapter, runner, kv_cache_config):
     """Return ``group_layers()`` of the target."""
     block_sizes = runner.block_tables.block_sizes
     check_kernel_blocks(block_sizes, runner.kernel_block_sizes)

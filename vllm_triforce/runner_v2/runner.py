@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -9,23 +11,28 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.cudagraph_utils import _extrapolate_full_graph_memory
+from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import MODEL_SOURCE
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN_ROUTE
 from vllm_triforce.core.limits import DisabledRequests
-from vllm_triforce.core.messages import RequestPlan, StepPlan, plan_of
-from vllm_triforce.core.models import states_read
+from vllm_triforce.core.messages import RequestPlan, StepPlan, blocks_kept, plan_of
+from vllm_triforce.core.models import states_read, with_own_layers
+from vllm_triforce.core.runner_adapter import RunnerAdapter
+from vllm_triforce.kernels.proposals import PAD_TOKEN
 from vllm_triforce.metrics.report import IntervalReport
-from vllm_triforce.runner_v2.base_adapter import BaseAdapterV2
 from vllm_triforce.runner_v2.batch import BatchReader, RequestFlags
 from vllm_triforce.runner_v2.build import SpeculatorPartsV2
 from vllm_triforce.runner_v2.calibration import warm_up_proposals
+from vllm_triforce.runner_v2.decode_graphs import choose_decode_graphs
 from vllm_triforce.runner_v2.graph_sizes import num_graphs
 from vllm_triforce.runner_v2.rejection import replace_rejection_sampler
-from vllm_triforce.runner_v2.reports import Reports
+from vllm_triforce.runner_v2.reports import ProposedTokensHandler, Reports
 from vllm_triforce.runner_v2.sources.source import HiddenStatesV2
+from vllm_triforce.vllm_patches import swaps
 
 logger = init_logger("vllm.triforce")
 
@@ -105,8 +112,14 @@ class Routes:
                 yield row, request_id, request_plan
 
 
-class RunnerAdapterV2(BaseAdapterV2):
+class RunnerAdapterV2(RunnerAdapter, StandaloneARSpeculator):
     """Proposes with TriForce's levels in the place of vLLM's speculator.
+
+    vLLM's class loads the draft and has the buffers that the runner reads. The runner
+    (vllm/v1/worker/gpu/model_runner.py) calls ``propose`` when the outcome of a full pass is in its
+    request states. It writes the result to ``req_states.draft_tokens``, and its
+    ``draft_tokens_handler`` reports to the scheduler. The next rejection test reads level 2's
+    distributions (``rejection.py``), not this class's ``draft_logits``, which is None.
 
     The full pass may verify more tokens than were proposed: an asynchronous scheduler does not read
     proposals, and schedules the planned number of drafts. Missing drafts are PAD_TOKEN, a token of
@@ -117,6 +130,9 @@ class RunnerAdapterV2(BaseAdapterV2):
     the step. A synchronous scheduler waits once, for the tokens.
     """
 
+    num_extra_query_per_req = 0
+    graph_bytes = 0
+    """Estimated bytes of proposals' CUDA graphs, once vLLM has measured its own graphs."""
     # Set by ``allocate()``.
     built: SpeculatorPartsV2
     _flags: RequestFlags
@@ -124,7 +140,13 @@ class RunnerAdapterV2(BaseAdapterV2):
     _reader: BatchReader
 
     def __init__(self, vllm_config, device, runner, config: ResolvedConfig, draft_model) -> None:
-        super().__init__(vllm_config, device, runner, config, draft_model)
+        super().__init__(with_own_layers(vllm_config), device)
+        self.set_up(runner, config, draft_model)
+        self.model = cast(torch.nn.Module, None)  # until a draft is loaded
+        self.draft_attn_layer_names: set[str] = set()
+        self.attn_groups: list = []
+        self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
+        swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
         self._is_allocated = False
         self._graph_mode = CUDAGraphMode.NONE
         self._report = IntervalReport(config.log_interval)
@@ -138,12 +160,23 @@ class RunnerAdapterV2(BaseAdapterV2):
 
     # Start-up, in the order of the calls.
 
+    def load_model(self, target_model) -> None:
+        self.load_models(target_model, partial(super().load_model, target_model))
+
+    def load_draft_model(self, target_model, target_attn_layer_names: set[str]) -> torch.nn.Module:
+        if self.config.has_head:
+            return load_eagle_model(target_model, self.vllm_config)
+        return super().load_draft_model(target_model, target_attn_layer_names)
+
+    def set_attn(self, *args, **kwargs) -> None:
+        """Do nothing: the draft's layers are in none of vLLM's KV cache groups."""
+
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Choose the graph mode: levels 1 and 2 are captured wherever vLLM captures anything.
 
         They use their own kernels, so the limits of the attention backend's graphs do not apply.
         """
-        super().init_cudagraph_manager(cudagraph_mode)
+        choose_decode_graphs(self._runner)
         if cudagraph_mode != CUDAGraphMode.NONE:
             cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         self._graph_mode = cudagraph_mode
@@ -264,7 +297,8 @@ class RunnerAdapterV2(BaseAdapterV2):
             # No proposal before or now: the buffers hold padding already.
             if self.config.kv_offload_gib is not None:  # the full pass counts as well
                 self.built.context.counters.note()
-            return self.propose_nothing(num_reqs)
+            self._handler.set_proposals(draft_tokens.fill_(PAD_TOKEN), None)
+            return draft_tokens
         speculator.begin(draft_tokens, states)
         self._has_proposal[states_np] = False
         self._propose_by_route(routes, input_batch, num_sampled, last_sampled, draft_tokens)
@@ -308,7 +342,7 @@ class RunnerAdapterV2(BaseAdapterV2):
 
     def begin_step(self, scheduler_output) -> None:
         """Begin a step: read its plan, and release the slots of disabled requests."""
-        super().begin_step(scheduler_output)
+        self.take_blocks_back(scheduler_output)
         self.plan = plan_of(scheduler_output)
         self.built.context.placeholders.add(scheduler_output.scheduled_new_reqs)
         for request_id in () if self.plan is None else self.plan.disabled:
@@ -317,6 +351,13 @@ class RunnerAdapterV2(BaseAdapterV2):
         if self.built.adapters is not None:
             self.built.adapters.begin_step(scheduler_output.scheduled_spec_decode_tokens)
         self._reports.begin_step(None if self.plan is None else self.plan.number)
+
+    def take_blocks_back(self, scheduler_output) -> None:
+        """Remove blocks from block tables that the scheduler has taken back."""
+        states, tables = self._runner.req_states.req_id_to_index, self._runner.block_tables
+        for request_id, num_blocks in blocks_kept(scheduler_output).items():
+            if request_id in states:
+                tables.num_blocks.np[:, states[request_id]] = num_blocks
 
     def end_step(self, output):
         return self._reports.attach_to(output)

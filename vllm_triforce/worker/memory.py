@@ -16,8 +16,8 @@ def buffer_bytes(
 ) -> dict[str, int]:
     """Return the bytes of buffers whose size does not depend on the KV cache, by purpose.
 
-    All are sized for ``max_speculating_seqs`` requests. CUDA's own memory of graphs
-    is not included (``BaseAdapterV2.graph_bytes``).
+    All are sized for ``max_speculating_seqs`` requests. CUDA's own memory of graphs is not included
+    (``RunnerAdapterV2.graph_bytes``).
     """
     scheduler = vllm_config.scheduler_config
     seqs = min(scheduler.max_num_seqs, config.max_speculating_seqs)
