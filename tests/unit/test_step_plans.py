@@ -162,7 +162,7 @@ def test_decisions_begin_with_measurements(monkeypatch, accepted):
     _, outcomes, _, time = seen[-1]
     (outcome,) = outcomes.values()
     proposed = time.tokens[0] - 2
-    expected = Outcome(proposed, proposed, min(accepted, proposed), outcome.num_rounds, 3, 1)
+    expected = Outcome(proposed, min(accepted, proposed), proposed, outcome.num_rounds, 3, 1)
     assert outcome == expected and time.num_drafts == proposed + 1
 
 

@@ -6,7 +6,7 @@ first pass, and of the pass that verifies them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -23,22 +23,14 @@ Plans = dict[str, tuple[Choice, int]]
 _DECIDING_SHARE, _MAX_HOLD_S = 0.05, 0.25
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a request's proposal.
+class Outcome(NamedTuple):
+    """Outcome of a request's proposal: its report (``RequestReport``) and the full pass's test."""
 
-    Args:
-        num_proposed: tokens; fewer than planned where rounds gave fewer.
-        num_verified: tokens of these that a full pass verified.
-        num_accepted: tokens of these that it accepted.
-        num_rounds: rounds of levels 1 and 2 that the request took part in.
-        level1_accepted: tokens of level 1 that level 2 accepted.
-        level1_rejected: rounds in which level 2 rejected one.
-    """
-
-    num_proposed: int
     num_verified: int
+    """Tokens of the proposal that a full pass verified."""
     num_accepted: int
+    num_proposed: int
+    """Tokens; fewer than planned where rounds gave fewer."""
     num_rounds: int = 0
     level1_accepted: int = 0
     level1_rejected: int = 0

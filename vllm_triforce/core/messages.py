@@ -82,8 +82,7 @@ def plan_of(scheduler_output) -> StepPlan | None:
     return getattr(scheduler_output, _PLAN, None)
 
 
-@dataclass(frozen=True)
-class RequestReport:
+class RequestReport(NamedTuple):
     """Result of a request's proposal."""
 
     num_tokens: int

@@ -265,18 +265,10 @@ def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outc
     indices, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
     outcomes = {}
     for request_id, proposal in report.proposed.items():
-        if request_id not in indices:
-            continue
-        num_verified = min(proposal.num_tokens, len(drafts.get(request_id, ())))
-        num_accepted = min(num_verified, max(0, len(sampled[indices[request_id]]) - 1))
-        outcomes[request_id] = Outcome(
-            proposal.num_tokens,
-            num_verified,
-            num_accepted,
-            proposal.num_rounds,
-            proposal.level1_accepted,
-            proposal.level1_rejected,
-        )
+        if request_id in indices:
+            num_verified = min(proposal.num_tokens, len(drafts.get(request_id, ())))
+            num_accepted = min(num_verified, max(0, len(sampled[indices[request_id]]) - 1))
+            outcomes[request_id] = Outcome(num_verified, num_accepted, *proposal)
     return outcomes
 
 
