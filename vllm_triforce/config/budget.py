@@ -8,16 +8,11 @@ CONTEXT_SHARE = 8
 
 @dataclass(frozen=True)
 class RetrievalBudget:
-    """Blocks that level 2 reads, by the length of the context.
+    """Blocks that level 2 reads, by the length of the context."""
 
-    Args:
-        min_blocks, max_blocks: limits that include the first block and the recent ones.
-        recent: newest full blocks, which are always read.
-    """
-
-    min_blocks: int
+    min_blocks: int  # with the first block and the recent ones, as ``max_blocks``
     max_blocks: int
-    recent: int
+    recent: int  # newest full blocks, which are always read
 
     def of(self, num_blocks: int) -> int:
         """Return the budget of a context of ``num_blocks`` full blocks, which may be shorter."""

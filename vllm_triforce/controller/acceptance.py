@@ -32,16 +32,11 @@ class Rate:
     Tokens after the first rejection are not tested. With ``a`` accepted and ``r`` rejected tests,
     the estimate is ``(a + weight * prior) / (a + r + weight)``. All three are forgotten
     exponentially; without tests, ``weight`` comes back.
-
-    Args:
-        prior: the estimate without tests.
-        weight: tests that the prior is worth.
-        memory: tests after which one counts 1/e.
     """
 
-    prior: float
-    weight: float
-    memory: float
+    prior: float  # the estimate without tests
+    weight: float  # tests that the prior is worth
+    memory: float  # tests after which one counts 1/e
     accepted: float = 0.0
     rejected: float = 0.0
     num_misses: int = 0
@@ -89,19 +84,14 @@ class Rate:
 
 @dataclass
 class Rates:
-    """Estimates of one request, or of all of an engine's.
+    """Estimates of one request, or of all of an engine's."""
 
-    Args:
-        level2: acceptance of level 2's tokens by the full pass.
-        level1: acceptance of level 1's tokens by match class, by (source, through level 2):
-            level 2 tests them where True, the full pass where False. Each token of a draft is one
-            class above the token before it, up to the last class.
-        round_tokens: tokens that a round of levels 1 and 2 adds.
-    """
-
-    level2: Rate
+    level2: Rate  # of level 2's tokens by the full pass
     level1: dict[tuple[str, bool], list[Rate]]
-    round_tokens: float = ROUND_PRIOR
+    """Of level 1's tokens by match class, by (source, through level 2): level 2 tests them where
+    True, the full pass where False. Each token of a draft is one class above the token before it,
+    up to the last class."""
+    round_tokens: float = ROUND_PRIOR  # that a round of levels 1 and 2 adds
 
     @classmethod
     def prior(cls, sources: Sequence[SourceTraits], caution: float = 1.0) -> "Rates":
@@ -281,17 +271,13 @@ class Acceptance:
         self.requests.pop(request_id, None)
 
 
-def expected_by_length(acceptance: np.ndarray) -> np.ndarray:
+def expected_by_length(
+    acceptance: np.ndarray,  # of each token if none was rejected before, [..., max_tokens]
+) -> np.ndarray:  # [..., max_tokens + 1]
     """Return the expected accepted tokens of proposals of 0, 1 ... ``max_tokens``.
 
     ``a_1 + a_1 a_2 + ...``: equation 1 of arXiv 2211.17192 without the bonus token, where each
     token has its own acceptance.
-
-    Args:
-        acceptance: of each token if none was rejected before, [..., max_tokens].
-
-    Returns:
-        [..., max_tokens + 1]
     """
     *shape, max_tokens = acceptance.shape
     expected = np.zeros((*shape, max_tokens + 1))

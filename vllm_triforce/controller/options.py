@@ -59,30 +59,21 @@ class EndedDrafts:
 class Options:
     """Proposals with their expected tokens, and their seconds beyond a plain step.
 
-    Args:
-        lengths: tokens of the proposal, [num_reqs, num_options].
-        tokens: expected accepted tokens, [num_reqs, num_options].
-        seconds: [num_reqs, num_options]; passes of a route are shared by all requests.
-        is_possible: [num_reqs, num_options] bool.
-        routes: [num_options].
-        match_classes: match class by route, for each request.
-        passes: rounds of levels 1 and 2, or passes of the draft, [num_reqs, num_options].
-        shared_s: the request's share of these passes, part of ``seconds``.
-        amortized_setup_s: the part of a first proposal's setup in ``seconds``.
-        remaining_setup_s: the part that is not: the draft reads its window, level 2 looks through
-            the context.
+    Arrays are [num_reqs, num_options].
     """
 
-    lengths: np.ndarray
-    tokens: np.ndarray
-    seconds: np.ndarray
-    is_possible: np.ndarray
-    routes: list[Route]
-    match_classes: list[dict[Route, int | None]]
-    passes: np.ndarray
-    shared_s: np.ndarray
+    lengths: np.ndarray  # tokens of the proposal
+    tokens: np.ndarray  # expected accepted ones
+    seconds: np.ndarray  # passes of a route are shared by all requests
+    is_possible: np.ndarray  # bool
+    routes: list[Route]  # [num_options]
+    match_classes: list[dict[Route, int | None]]  # by route, for each request
+    passes: np.ndarray  # rounds of levels 1 and 2, or passes of the draft
+    shared_s: np.ndarray  # the request's share of these passes, part of ``seconds``
     amortized_setup_s: np.ndarray | float = 0.0
-    remaining_setup_s: np.ndarray | float = 0.0
+    """The part of a first proposal's setup in ``seconds``: the draft reads its window, level 2
+    looks through the context."""
+    remaining_setup_s: np.ndarray | float = 0.0  # the other part
 
     def first_seconds(self, row: int, column: int) -> float:
         """Return the seconds of a request's first proposal, including all setup."""
@@ -99,22 +90,14 @@ class Options:
 
 @dataclass
 class SharedCosts:
-    """Seconds of a batch's passes, divided among the requests that propose.
+    """Seconds of a batch's passes, divided among the requests that propose."""
 
-    Args:
-        token_s: of one more token in the full pass, without its attention.
-        attention_scale: factor on the attention of further tokens.
-        round_s: each request's share of a round of levels 1 and 2, [num_reqs].
-        draft_s: a request's share of a pass of the draft.
-        drafts_per_round: passes of the draft in a round, where rounds are made as a whole; 0 where
-            they end with the last token.
-    """
-
-    token_s: float
-    attention_scale: float
-    round_s: np.ndarray
-    draft_s: float
+    token_s: float  # of one more token in the full pass, without its attention
+    attention_scale: float  # factor on the attention of further tokens
+    round_s: np.ndarray  # each request's share of a round of levels 1 and 2, [num_reqs]
+    draft_s: float  # a request's share of a pass of the draft
     drafts_per_round: int = 0
+    """Passes of the draft in a round that is made as a whole; 0 where it ends with a token."""
 
 
 def build_options(

@@ -30,37 +30,23 @@ _PRICES = np.linspace(-1, 1, 25)
 
 @dataclass
 class StepCosts:
-    """Cost of a batch's step, beside its proposals.
-
-    Args:
-        plain_s: seconds of a plain step.
-        speculating_s: seconds that verifying any drafts adds.
-        num_plain: requests of the batch that decode plainly in any case.
-        context: mean tokens of the requests that could propose.
-        is_limited: True for those that may not lose more than ``max_slowdown``; [num_reqs].
-    """
+    """Cost of a batch's step, beside its proposals."""
 
     model: CostModel
-    plain_s: float
-    speculating_s: float
-    num_plain: int
-    context: float
-    is_limited: np.ndarray
+    plain_s: float  # of a plain step
+    speculating_s: float  # that verifying any drafts adds
+    num_plain: int  # requests of the batch that decode plainly in any case
+    context: float  # mean tokens of the requests that could propose
+    is_limited: np.ndarray  # True for those that may lose ``max_slowdown`` at most; [num_reqs]
 
 
 @dataclass
 class Plan:
-    """Proposals of a batch.
+    """Proposals of a batch."""
 
-    Args:
-        options: column of each request's option, -1 for plain decoding; [num_reqs].
-        speedup: over plain decoding, the geometric mean of the requests' expected speeds.
-        seconds: of the step.
-    """
-
-    options: np.ndarray
-    speedup: float
-    seconds: float
+    options: np.ndarray  # column of each request's option, -1 for plain decoding; [num_reqs]
+    speedup: float  # over plain decoding, the geometric mean of the requests' expected speeds
+    seconds: float  # of the step
 
     @property
     def is_plain(self) -> bool:

@@ -15,15 +15,11 @@ LEVEL2_ALONE: Route = "level 2"
 
 @dataclass(frozen=True)
 class Choice:
-    """A proposal of ``num_tokens`` by a route.
-
-    Args:
-        match_class: class of the source's match; None by ``HIERARCHICAL``.
-    """
+    """A proposal of ``num_tokens`` by a route."""
 
     route: Route
     num_tokens: int
-    match_class: int | None = None
+    match_class: int | None = None  # of the source's match; None by ``HIERARCHICAL``
 
 
 PLAIN = Choice(PLAIN_ROUTE, 0)

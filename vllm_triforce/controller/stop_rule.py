@@ -56,25 +56,16 @@ class ConfidenceRates:
 
 @dataclass
 class StopRule:
-    """Ends each row's draft where its next token would make the batch slower.
-
-    Args:
-        source: of the drafts.
-        base_s: seconds of the step, or of the round, without drafted tokens.
-        pass_s: of a pass of the draft, which the rows share.
-        verify_s: that verifying 0, 1 ... tokens of a row adds, for each row.
-        num_reqs: requests that wait for it.
-        rates: acceptance by class of confidence, for each row; None where the rule does not apply.
-        means: acceptance of a token that is not drafted yet, for each row.
-    """
+    """Ends each row's draft where its next token would make the batch slower."""
 
     source: str
-    base_s: float
-    pass_s: float
-    verify_s: Sequence[Sequence[float]]
-    num_reqs: int
+    base_s: float  # of the step, or of the round, without drafted tokens
+    pass_s: float  # of a pass of the draft, which the rows share
+    verify_s: Sequence[Sequence[float]]  # of verifying 0, 1 ... tokens of a row, for each row
+    num_reqs: int  # that wait for it
     rates: list[list[float] | None]
-    means: list[float]
+    """Acceptance by class of confidence, for each row; None where the rule does not apply."""
+    means: list[float]  # acceptance of a token that is not drafted yet, for each row
     classes: list[list[int]] = field(default_factory=list)
     """Classes of the tokens that each row drafts."""
 

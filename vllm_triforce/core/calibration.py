@@ -21,17 +21,12 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class PassTimer:
-    """Times passes.
-
-    Args:
-        repeats: runs after the first one, which warms up; without repeats the first one counts.
-        choose: from the seconds of all repeats to those of the pass.
-        synchronize: waits for the device.
-    """
+    """Times passes."""
 
     repeats: int
-    choose: Callable[[list[float]], float]
-    synchronize: Callable[[], None] = lambda: None
+    """Runs after the first one, which warms up; without repeats the first one counts."""
+    choose: Callable[[list[float]], float]  # from the seconds of all repeats to those of the pass
+    synchronize: Callable[[], None] = lambda: None  # waits for the device
 
     def all_seconds(self, runs: Mapping[Any, Callable[[], object]]) -> dict[Any, float]:
         """Return the seconds of each of ``runs``.

@@ -57,17 +57,12 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Plan of one step.
+    """Plan of one step."""
 
-    Args:
-        number: number of the step, counted by the scheduler.
-        proposing: plans by request id; other requests propose nothing.
-        disabled: requests that are no longer speculated on. Every rank releases their slots.
-    """
-
-    number: int
-    proposing: Mapping[str, RequestPlan]
+    number: int  # of the step, counted by the scheduler
+    proposing: Mapping[str, RequestPlan]  # by request id; other requests propose nothing
     disabled: tuple[str, ...] = ()
+    """Requests that are no longer speculated on. Every rank releases their slots."""
 
     @property
     def routes(self) -> set[str]:
@@ -96,21 +91,15 @@ class RequestReport(NamedTuple):
 
 @dataclass
 class StepReport:
-    """Results of one step's plan.
+    """Results of one step's plan."""
 
-    Args:
-        number: number of the plan.
-        proposed: reports by request id; requests that proposed nothing may be missing.
-        seconds: of the proposals on the device, by route.
-        measured: ``Measurements`` of the passes, sent once.
-        disabled: requests newly disabled because of NaN logits, in this step or an earlier one.
-    """
-
-    number: int
+    number: int  # of the plan
     proposed: Mapping[str, RequestReport] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    measured: Any = None
+    """By request id; requests that proposed nothing may be missing."""
+    seconds: Mapping[str, float] = field(default_factory=dict)  # on the device, by route
+    measured: Any = None  # ``Measurements`` of the passes, sent once
     disabled: tuple[str, ...] = ()
+    """Requests newly disabled because of NaN logits, in this step or an earlier one."""
 
 
 def attach_report(output, make_report) -> None:

@@ -258,10 +258,6 @@ class DeviceCounters:
         _set(counters := LevelCounters(), self.sums)
         return counters
 
-    def reset(self) -> None:
-        """Set all sums to 0; waits for the device."""
-        self.set(torch.zeros_like(self.sums))
-
     def set(self, sums: torch.Tensor) -> None:
         """Set all sums, and ``known`` with them; waits for the device."""
         self.sums.copy_(sums)

@@ -97,10 +97,8 @@ class LookaheadMixin(SchedulerBase):
             The number of blocks kept by each request that gave some back, by KV cache group.
         """
         if self._hits:
-            gone = {request.request_id for request in self.running}
-            gone |= self._hits.keys() - self.requests.keys()
-            for request_id in gone & self._hits.keys():
-                del self._hits[request_id]
+            waiting = self.requests.keys() - {request.request_id for request in self.running}
+            self._hits = {i: hit for i, hit in self._hits.items() if i in waiting}
         for request in self.kv_holding_waiting:
             # A session's drafts, which came when its turn had ended.
             request.spec_token_ids = []

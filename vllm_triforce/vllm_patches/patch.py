@@ -18,23 +18,16 @@ class Patch:
     """Wrapper around a method or property of vLLM.
 
     The wrapper calls the original unless the engine runs TriForce.
-
-    Args:
-        module, owner, attribute: the attribute to wrap; the class must define it itself.
-        function: replaces the attribute; its first argument is the original function, of a
-            property its getter.
-        parameters: names of the original's parameters, in order; None if the wrapper passes on any.
-        why: reason, for the ledger.
-        until: condition under which the patch can be deleted, for the ledger.
     """
 
     module: str
     owner: str
-    attribute: str
+    attribute: str  # to wrap; the class must define it itself
     function: Callable[..., Any]
-    parameters: tuple[str, ...] | None
-    why: str
-    until: str
+    """Replaces the attribute; its first argument is the original function, or property's getter."""
+    parameters: tuple[str, ...] | None  # of the original, by name; None if any are passed on
+    why: str  # for the ledger
+    until: str  # condition under which the patch can be deleted, for the ledger
 
     @property
     def name(self) -> str:

@@ -12,15 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Swap:
-    """Attribute of a vLLM object that TriForce replaces (``patch.py`` wraps attributes of classes).
+    """Attribute of a vLLM object that TriForce replaces; ``patch.py`` wraps those of classes."""
 
-    Args:
-        name: the object's class or module, and the attribute after the last dot.
-        is_new: True if vLLM's object lacks the attribute.
-    """
-
-    name: str
-    is_new: bool = False
+    name: str  # the object's class or module, and the attribute after the last dot
+    is_new: bool = False  # True if vLLM's object lacks the attribute
 
     def set(self, owner: Any, value: Any) -> Any:
         """Set the attribute on ``owner`` and return the previous value, or None.
