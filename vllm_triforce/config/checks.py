@@ -7,7 +7,6 @@ import psutil
 from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
 from vllm_triforce.config.draft_sources import SOURCES_V2
-from vllm_triforce.config.keys import SUPPORTED_VLLM, is_supported
 from vllm_triforce.config.level2 import has_recurrent_layers
 from vllm_triforce.config.synthetic import SYNTHETIC
 from vllm_triforce.config.triforce_config import ResolvedConfig, TriForceConfig
@@ -16,19 +15,6 @@ from vllm_triforce.selection import POLICIES
 _GIB = 1 << 30
 # Share of host memory that KV may take; the rest is for weights, buffers and other processes.
 _MAX_HOST_SHARE = 0.9
-
-
-def check_vllm_version(version: str | None = None) -> None:
-    """Refuse vLLM versions that TriForce does not support."""
-    if version is None:
-        import vllm
-
-        version = vllm.__version__
-    if not is_supported(version):
-        raise ValueError(
-            f"vLLM {version} is not supported: TriForce supports vLLM "
-            f"{', '.join(SUPPORTED_VLLM)}. Install such a version, or drop method='triforce'."
-        )
 
 
 def check_selection(config: TriForceConfig) -> None:

@@ -154,7 +154,6 @@ def _create_engine_config(original, self, *args, **kwargs):
 
 def _prepare_args(engine_args) -> None:
     """Run the checks that need no vLLM config, and keep our keys."""
-    checks.check_vllm_version()
     install_in_engine()
     engine_args.speculative_config = merge_flags(engine_args)
     for name, _ in FLAGS.values():
