@@ -105,10 +105,7 @@ def _install() -> None:
 def unsupported_reason(only_loaded: bool = False) -> str | None:
     """Return why this vLLM is left alone; None if it is supported.
 
-    All patches are checked before any is applied.
-
-    Args:
-        only_loaded: check loaded modules only, and load no others.
+    All patches are checked before any is applied, ``only_loaded`` ones without loading modules.
     """
     import vllm
 

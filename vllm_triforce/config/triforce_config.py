@@ -66,11 +66,6 @@ class ResolvedConfig(Keys):
         return "2" in self.levels.split(",")
 
     @property
-    def builds_level2(self) -> bool:
-        """True if level 2 is built, which also stages layers with KV in host memory."""
-        return self.uses_level2 or self.kv_offload_gib is not None
-
-    @property
     def max_batch(self) -> int:
         """Maximum requests of a step with speculation, on Runner V2.
 

@@ -63,14 +63,11 @@ class AsyncController:
     The scheduler waits for decisions, which take longer with more requests. So a decision holds for
     some steps, which keeps deciding at a twentieth of the time, unless it has a trial or a request
     with a seed. Requests that join meanwhile decode plainly.
-
-    Args:
-        source_of_levels: whose tokens go through level 2.
     """
 
     def __init__(self, controller: Controller, source_of_levels: str | None) -> None:
         self.controller = controller
-        self._source_of_levels = source_of_levels
+        self._source_of_levels = source_of_levels  # whose tokens go through level 2
         self._held: _Held | None = None
         self._pending: dict[int, _Pending] = {}
         self._num_steps = 0

@@ -289,11 +289,7 @@ class Controller:
         rule: StopRule,
         num_passes: int,
     ) -> None:
-        """Learn from direct drafts that have ended, and correct the present plan.
-
-        Args:
-            num_planned: tokens of each request by ``choose()``.
-        """
+        """Learn from direct drafts that have ended, and correct the present plan."""
         self.add_to_plan(*self.stop_rules.on_draft_end(candidates, num_planned, rule, num_passes))
 
     # Outcomes.
@@ -353,16 +349,12 @@ class Controller:
         self.acceptance.observe_full_pass(request_id, choice, drafted, accepted, probs)
 
     def observe_step(self, step: StepTime, planned: Planned | None) -> None:
-        """Learn from the seconds of a step.
-
-        Args:
-            planned: ``take_plan()`` for its drafts. A step with other drafts says nothing.
-        """
+        """Learn from the seconds of a step, whose drafts were ``planned``."""
         if self.measured is None:
             return
         if step.num_drafts:
             if planned is None or planned.num_drafts != step.num_drafts:
-                return
+                return  # a step with other drafts says nothing
             if self._whole_rounds:
                 # Where probabilities are known, estimates are right sooner than a wait ends.
                 self.exploration.observe_loss(self.measured, step)

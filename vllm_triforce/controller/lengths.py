@@ -44,8 +44,7 @@ class FixedLengths:
 class DraftLengths:
     """Source and length of a round's draft, by the tokens that a round adds per second.
 
-    Args:
-        sources: the first wins where several add the same.
+    The first of ``sources`` wins where several add the same.
     """
 
     def __init__(

@@ -119,11 +119,7 @@ def run_model(
     slot_mapping: dict[str, torch.Tensor],
     **more: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-    """Run a model over a ragged batch, as ``forward()`` does.
-
-    Args:
-        more: further inputs of the model, or ``target_inputs()`` in the place of ``inputs``.
-    """
+    """Run a model over a ragged batch with ``more`` inputs, or ``target_inputs()``."""
     given = {"input_ids": inputs.token_ids, "positions": inputs.positions, **more}
     return forward(model, vllm_config, len(inputs.token_ids), given, attn_metadata, slot_mapping)
 

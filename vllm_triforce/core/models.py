@@ -174,14 +174,9 @@ class Level2Model(NamedTuple):
 
 
 class SharedAttention(nn.Module):
-    """Attention of a copy, by the target's layer: its KV cache, scales, window and sinks.
+    """Attention of a copy, by the target's layer: its KV cache, scales, window and sinks."""
 
-    Args:
-        layer: the target's ``Attention``.
-        dtype: of the target.
-    """
-
-    def __init__(self, layer: Attention, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Attention, dtype: torch.dtype) -> None:  # both the target's
         super().__init__()
         self.layer = layer
         self._dtype = dtype

@@ -101,12 +101,9 @@ def attached(output) -> dict[str, int] | None:
 
 
 class TriForcePrometheus:
-    """Counters with vLLM's labels, ``model_name`` and ``engine``.
+    """Counters with vLLM's labels, ``model_name`` and ``engine``, by engine index.
 
-    Args:
-        counter_cls: prometheus_client's Counter, or Ray's of the same interface.
-        labelnames: vLLM's.
-        labelvalues: vLLM's, by engine index.
+    ``counter_cls`` is prometheus_client's Counter, or Ray's of the same interface.
     """
 
     def __init__(

@@ -9,23 +9,15 @@ from vllm_triforce.metrics.counters import LevelCounters
 
 
 class IntervalReport:
-    """Logs per-level metrics at an interval, as vLLM logs its speculation metrics.
+    """Logs per-level metrics at an interval, as vLLM logs its speculation metrics."""
 
-    Args:
-        interval: seconds between two lines; 0 disables the log.
-    """
-
-    def __init__(self, interval: float) -> None:
+    def __init__(self, interval: float) -> None:  # in seconds; 0 disables the log
         self._interval = interval
         self._last_time = time.monotonic()
         self._last = LevelCounters()
 
     def log_if_due(self, read: Callable[[], LevelCounters], logger) -> None:
-        """Log the metrics since the last line, if one is due.
-
-        Args:
-            read: returns the counters; it may wait for the device, so it is called only if due.
-        """
+        """Log the metrics since the last line, if one is due; ``read`` may wait for the device."""
         now = time.monotonic()
         if not self._interval or now - self._last_time < self._interval:
             return

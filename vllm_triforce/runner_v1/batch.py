@@ -171,11 +171,7 @@ class RunnerBatch:
 
 
 def forget_blocks(runner, num_kept: Mapping[str, tuple[int, ...]]) -> None:
-    """Remove the last blocks of requests, which the scheduler has taken back.
-
-    Args:
-        num_kept: number of blocks that remain, by request and KV cache group.
-    """
+    """Remove all but ``num_kept`` blocks of requests, by KV cache group: others were taken back."""
     batch = runner.input_batch
     for request_id, counts in num_kept.items():
         if request_id not in runner.requests:

@@ -36,9 +36,7 @@ class RoutedDraft(Draft):
 class Level1:
     """Drafts each row's tokens for level 2, or directly for level 3.
 
-    Args:
-        sources: the preferred one first; the others are used if the controller chooses.
-        vocab_size: the target's.
+    The first of ``sources`` is preferred; the others are used if the controller chooses.
     """
 
     def __init__(

@@ -188,17 +188,13 @@ class BatchV2:
 
 @dataclass
 class BatchReader:
-    """Reads batches from vLLM's runner.
-
-    Args:
-        tables: buffers for each batch's block tables, [max_rows, width], int32, one for each KV
-            cache group.
-    """
+    """Reads batches from vLLM's runner."""
 
     runner: Any
     flags: RequestFlags
     logits_processing: LogitsProcessing
     tables: Sequence[torch.Tensor]
+    """Buffers for block tables, [max_rows, width], int32, one for each KV cache group."""
 
     def __post_init__(self) -> None:
         # None without M-RoPE.

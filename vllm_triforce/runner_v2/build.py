@@ -48,7 +48,8 @@ class SpeculatorPartsV2:
         model_config, scheduler_config = vllm_config.model_config, vllm_config.scheduler_config
         vocab_size = model_config.get_vocab_size()
         groups, layers, builder = [], [], None
-        if config.builds_level2:
+        has_level2 = config.uses_level2 or offload is not None
+        if has_level2:
             groups, layers, builder = _grouped_layers(adapter, runner, kv_cache_config)
             config = fit_blocks(config, retrieval_block_size(groups))
         self.num_slots = min(scheduler_config.max_num_seqs, config.max_speculating_seqs)
@@ -83,7 +84,7 @@ class SpeculatorPartsV2:
         )
         self.hidden_states = self._hidden_states(adapter) if config.has_head else None
         level2 = None
-        if config.builds_level2:
+        if has_level2:
             level2 = self._level2(adapter.level2_model, groups, layers, builder, offload)
         sources = self._sources(adapter, runner.req_states.all_token_ids.gpu)
         self.speculator = SpeculatorV2(

@@ -32,11 +32,7 @@ from vllm_triforce.runner_v2.speculator import SpeculatorV2
 
 
 class DummyBatches:
-    """Makes batches of requests that do not exist, over unused KV blocks.
-
-    Args:
-        runner: vLLM's runner, whose block tables give the layout of blocks.
-    """
+    """Makes batches of requests that do not exist, over unused KV blocks."""
 
     def __init__(self, built: SpeculatorPartsV2, runner) -> None:
         self._built = built

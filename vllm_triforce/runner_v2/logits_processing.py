@@ -26,10 +26,7 @@ _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
 
 
 class LogitsProcessing:
-    """Logits processors of the requests of a proposal's rows.
-
-    Args:
-        sampler, req_states: those of vLLM's runner.
+    """Logits processors of the requests of a proposal's rows, by the states of vLLM's runner.
 
     Raises:
         RuntimeError: the sampler has other processors, or another order.

@@ -148,11 +148,7 @@ class LookaheadMixin(SchedulerBase):
             self.num_lookahead_tokens = self.num_spec_tokens
 
     def _take_back(self, request) -> tuple[int, ...]:
-        """Free a request's blocks beyond its computed tokens.
-
-        Returns:
-            The number of blocks that it keeps, by KV cache group.
-        """
+        """Free blocks beyond the computed tokens; return the number kept by KV cache group."""
         kept = []
         for manager in self._managers:
             blocks = manager.req_to_blocks[request.request_id]
@@ -167,12 +163,8 @@ class LookaheadMixin(SchedulerBase):
     def _lend(self, scheduler_output, wanted: Mapping[str, int], needs: Needs) -> dict[str, int]:
         """Lend free blocks for drafts to requests of the step that was just scheduled.
 
-        Args:
-            wanted: maximum tokens to propose, by request id.
-            needs: of the next step.
-
         Returns:
-            Tokens that fit, by request id.
+            Of the tokens ``wanted``, those that fit, by request id.
         """
         self._borrowers.update(wanted)
         lent = {}

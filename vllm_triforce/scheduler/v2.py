@@ -257,11 +257,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
 
 
 def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outcome]:
-    """Collect the outcomes of the proposals that a step verified, by request id.
-
-    Args:
-        drafts: draft tokens in the step, padding included, by request id.
-    """
+    """Collect the outcomes of the proposals that a step verified, of drafts with padding."""
     indices, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
     outcomes = {}
     for request_id, proposal in report.proposed.items():

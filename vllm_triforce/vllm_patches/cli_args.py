@@ -128,11 +128,7 @@ def _keys_beside_flag(engine_args) -> dict[str, Any]:
 
 
 def _given_keys(engine_args, flag: str) -> dict[str, Any]:
-    """Copy the keys of --speculative-config.
-
-    Raises:
-        ValueError: the value is not a JSON object.
-    """
+    """Copy the keys of --speculative-config, or refuse a value that is no JSON object."""
     given = engine_args.speculative_config
     if given is not None and not isinstance(given, dict):
         raise ValueError(

@@ -65,11 +65,7 @@ class DraftModel(DraftSource):
     def draft(
         self, batch, proposal, rows, max_tokens, matches, sampling, noise, stop=None
     ) -> Draft:
-        """Draft as ``DraftSource.draft()`` says.
-
-        Args:
-            stop: ends drafts before ``max_tokens`` (``controller/stop_rule.py``); None for no rule.
-        """
+        """Draft as ``DraftSource.draft()`` says; ``stop`` ends drafts before ``max_tokens``."""
         draft = Draft([[] for _ in rows], None if sampling.all_greedy else [[] for _ in rows])
         active = [i for i, count in enumerate(max_tokens) if count and matches[i] is not None]
         ids = [batch.request_ids[row] for row in rows]

@@ -10,9 +10,7 @@ from vllm_triforce.runner_v2.sources.source import DraftSourceV2
 class PromptLookupV2(DraftSourceV2):
     """Drafts the tokens that followed the newest earlier occurrence of the newest n-gram.
 
-    Args:
-        max_ngram: tokens of the longest n-gram that is looked up.
-        placeholders: knows the ids that stand for images; drafts end before one.
+    Drafts end before ids that stand for images, which ``placeholders`` knows.
     """
 
     name = "prompt_lookup"
