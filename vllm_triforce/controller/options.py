@@ -184,14 +184,14 @@ def _expected_tokens(
     """Return the expected accepted tokens of proposals by a route."""
     max_tokens = int(lengths.max(initial=0))
 
-    def acceptance(rates: Rates, match_class: int | None) -> list[float]:
+    def acceptance(of_request: Rates, match_class: int | None) -> list[float]:
         if route == HIERARCHICAL:
-            return [rates.level2.value] * max_tokens
+            return [of_request.level2.value] * max_tokens
         if match_class is None:
             return [0.0] * max_tokens
-        return rates.by_place(route, False, match_class, max_tokens)
+        return of_request.by_place(route, False, match_class, max_tokens)
 
-    by_place = [acceptance(r, classes[route]) for r, classes in zip(rates, match_classes)]
+    by_place = [acceptance(each, classes[route]) for each, classes in zip(rates, match_classes)]
     return expected_by_length(np.array(by_place))[np.arange(len(rates))[:, None], lengths]
 
 
