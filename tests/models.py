@@ -126,23 +126,26 @@ def as_speculators(folder: Path, head: str, target: str) -> str:
     vocab[torch.arange(config["draft_vocab_size"]) + weights.get("d2t", 0)] = True
     folder.mkdir(parents=True)
     save_file(layer | {"t2d": vocab}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(speculators_config(config, target)))
+    return str(folder)
+
+
+def speculators_config(config: dict, target: str) -> dict:
+    """Return a head's config in the form of the library speculators."""
+    layer = dict(config)
     top_level = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
-    verifier = {"name_or_path": target, "architectures": ["LlamaForCausalLM"]}
-    speculators = {
+    return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "norm_before_residual": False,
-        **{name: config.pop(name) for name in top_level},
-        "transformer_layer_config": config,
+        **{name: layer.pop(name) for name in top_level},
+        "transformer_layer_config": layer,
         "speculators_config": {
             "algorithm": "eagle3",
-            "proposal_methods": [proposal],
-            "verifier": verifier,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
         },
     }
-    (folder / "config.json").write_text(json.dumps(speculators))
-    return str(folder)
 
 
 def make_mimo(folder: Path, **llama) -> str:

@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -276,13 +277,6 @@ class MemoryWatch:
             found[name] = statistics.linear_regression(hours, late).slope / 2**20
         return found
 
-    def series_mib(self, count: int) -> dict[str, list[int]]:
-        """Evenly spaced samples, the last one included."""
-        return {
-            name: [samples[len(samples) * (i + 1) // count - 1] >> 20 for i in range(count)]
-            for name, samples in self.samples.items()
-        }
-
 
 class CounterWatch:
     """The server's counters, which must not fall; read as the soak goes."""
@@ -487,25 +481,19 @@ def soak(
         "requests of vLLM's client": bench.num_completed if bench else 0,
         "readings of the counters": counters.num_read,
         "greedy": sum(case.is_greedy for case in cases),
-        "with min_p": sum("min_p" in case.params for case in cases),
-        "with a grammar": sum("structured_outputs" in case.params for case in cases),
-        "with a priority": sum("priority" in case.params for case in cases),
-        "with a seed": sum("seed" in case.params for case in cases),
-        "with logit_bias": sum("logit_bias" in case.params for case in cases),
+        "with": dict(Counter(itertools.chain.from_iterable(case.params for case in cases))),
         "left by the client": len(aborted),
         "prompt tokens": sum(len(case.prompt) for case in cases),
         "tokens received": sum(len(tokens) for case in cases for tokens in case.token_ids),
         "finish reasons": dict(Counter(r for c in cases for r in c.finish_reasons)),
         "preemptions": int(counted["vllm:num_preemptions_total"]),
         "prefix cache hits (tokens)": int(counted["vllm:prefix_cache_hits_total"]),
-        "steps with a proposal verified": int(counted["vllm:triforce_level3_steps_total"]),
-        "proposals straight to level 3": int(counted["vllm:triforce_direct_proposals_total"]),
         "proposals": int(counted["vllm:triforce_proposals_total"]),
-        "level 2 accepted": int(counted["vllm:triforce_level2_accepted_tokens_total"]),
-        "level 2 verified": int(counted["vllm:triforce_level2_draft_tokens_total"]),
+        **{
+            name: n for name, n in counted.items() if re.fullmatch(r"vllm:triforce_\w+_total", name)
+        },
         "memory growth (MiB)": {k: round(v, 1) for k, v in watch.growth_mib().items()},
         "memory, second half (MiB an hour)": {k: round(v, 1) for k, v in watch.slope_mib().items()},
-        "memory, ten samples (MiB)": watch.series_mib(10),
         "seconds": round(seconds, 1),
     }
     return figures, cases
