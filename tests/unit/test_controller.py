@@ -419,15 +419,6 @@ def test_where_a_full_pass_is_dear_proposals_are_as_long_as_they_may_be(level2, 
     assert chosen >= 0.92 * max(fixed.values()), fixed
 
 
-def test_a_text_that_changes_is_noticed():
-    """Acceptance breaks off and comes back."""
-    found = controller(LONG_PAYS)
-    good, bad = World(LONG_PAYS, 0.98, 0.6), World(LONG_PAYS, 0.0, 0.0)
-    assert good.decode(found, 300, 100_000) > 1.5
-    assert bad.decode(found, 3000, 100_000) > 0.97
-    assert good.decode(found, 600, 100_000) > 1.4
-
-
 def test_given_values_are_not_chosen():
     found = controller(NOTHING_PAYS, num_speculative_tokens=5, gamma=3, min_context=0)
     assert found.choose([Candidate("a", 10, 5)]) == [Choice(HIERARCHICAL, 5)]
