@@ -36,7 +36,6 @@ class Closed:
     context: int
     tokens: int = 600
     """That each emits."""
-    params: dict | None = None
 
     def engine(self, machine: Machine, text: Text, seed: int = 0, **settings) -> Engine:
         world = World(machine, text, random.Random(seed))
@@ -55,7 +54,6 @@ class Closed:
         """So many steps of decoding more."""
         draw = random.Random(seed)
         end = self._num_decoding(engine) + num_steps
-        params = self.params if self.params is not None else {"temperature": 1.0}
 
         def until() -> bool:
             missing = self.size - len(engine.scheduler.requests)
@@ -63,7 +61,7 @@ class Closed:
                 # Not all at once, at first.
                 share = draw.uniform(0.2, 1.0) if not engine.served else 1.0
                 tokens = max(1, int(share * self.tokens))
-                engine.add(Arrival(engine.now, self.context, tokens, dict(params)))
+                engine.add(Arrival(engine.now, self.context, tokens, {"temperature": 1.0}))
             return self._num_decoding(engine) >= end
 
         until()
@@ -105,7 +103,7 @@ def mean_per_token(engine: Engine, skip: int = 0) -> float:
 class _Halves(Text):
     """Only tokens of every second request are accepted."""
 
-    def rate(self, base: float, request: str, position: int, place: int) -> float:
+    def rate(self, base: float, request: str) -> float:
         return base * (int(request[1:]) % 2 == 0)
 
 
