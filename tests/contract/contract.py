@@ -44,16 +44,15 @@ def our_files() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in paths}
 
 
-def imports() -> dict[tuple[str, str], set[str]]:
-    """Map (module below vllm, name) to the files of ours that import it."""
-    found: dict[tuple[str, str], set[str]] = {}
-    for path, tree in our_files().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                for alias in node.names:
-                    key = (".".join(node.module.split(".")[1:]), alias.name)
-                    found.setdefault(key, set()).add(str(path.relative_to(ROOT)))
-    return found
+def imports() -> set[tuple[str, str]]:
+    """Return (module below vllm, name) of all that our files import by name."""
+    return {
+        (".".join(node.module.split(".")[1:]), alias.name)
+        for tree in our_files().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for alias in node.names
+    }
 
 
 @functools.cache
@@ -85,62 +84,48 @@ def our_names() -> tuple[set[str], set[str], set[str]]:
 
 @functools.cache
 def surfaces() -> dict[str, set[str]]:
-    """Map files of vLLM to the classes, functions and constants there that we lean on."""
+    """Map files of vLLM to the classes, functions and other names there that we lean on."""
     found = {file: set(names.split()) for file, names in REACHED.items()}
     for module, name in imports():
-        if file := _file_of(module, name):
-            found.setdefault(file, set()).add(name)
+        if submodule := _module_file(f"{module}.{name}".strip(".")):
+            found.setdefault(submodule, set())
+        else:
+            for file in filter(None, (_module_file(module), _file_of(module, name))):
+                found.setdefault(file, set()).add(name)
     for file, name, _ in ACTIONS:
         found.setdefault(file, set()).add(name.split(".")[0])
     return dict(sorted(found.items()))
 
 
-def _file_of(module: str, name: str) -> str | None:
-    """Return the file that defines a class or function, though another module offers it."""
-    for file in _candidates(module):
-        for node in source.blocks(ast.parse(source.read(installed(), file) or "").body):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-                return file
-            if isinstance(node, ast.ImportFrom) and name in {
-                a.asname or a.name for a in node.names
-            }:
-                above = (
-                    module.split(".") if file.endswith("__init__.py") else module.split(".")[:-1]
-                )
-                above = above[: len(above) + 1 - node.level] if node.level else []
-                there = ".".join([*above, *(node.module or "").split(".")]).removeprefix("vllm.")
-                return _file_of(there, name)
-    return None
-
-
-def _candidates(module: str) -> list[str]:
+def _module_file(module: str) -> str | None:
     path = module.replace(".", "/")
-    return [f"{path}.py", f"{path}/__init__.py"] if path else ["__init__.py"]
+    files = [f"{path}.py", f"{path}/__init__.py"] if path else ["__init__.py"]
+    return next((file for file in files if (installed() / file).is_file()), None)
+
+
+def _file_of(module: str, name: str) -> str | None:
+    """Return the file that defines a name, though another module offers it."""
+    file = _module_file(module)
+    for node in source.blocks(ast.parse(source.read(installed(), file)).body) if file else ():
+        if isinstance(node, ast.ImportFrom) and name in {a.asname or a.name for a in node.names}:
+            above = module.split(".") if file.endswith("__init__.py") else module.split(".")[:-1]
+            above = above[: len(above) + 1 - node.level] if node.level else []
+            there = ".".join([*above, *(node.module or "").split(".")]).removeprefix("vllm.")
+            return _file_of(there, name)
+    return file
 
 
 def files_needed() -> list[str]:
     """Return the files whose facts are kept; not all need exist."""
-    files = set(surfaces())
-    for module, name in imports():
-        for dotted in (module, f"{module}.{name}".strip(".")):
-            files |= set(_candidates(dotted))
-    return sorted(files)
+    return sorted(file for name in surfaces() for file in source.places(name))
 
 
 def facts_of(root: Path, version: str) -> dict:
-    """Collect the facts of a vLLM's source about the surfaces and our imports."""
-    facts: dict = {"version": version, "files": {}, "modules": {}}
+    """Collect the facts of a vLLM's source about the surfaces."""
+    facts: dict = {"version": version, "files": {}}
     for file, names in surfaces().items():
         text = source.read(root, file)
         facts["files"][file] = None if text is None else _told(file, text, names)
-    for module, name in sorted(imports()):
-        names = facts["modules"].setdefault(module, "").split()
-        if not names:
-            texts = [source.read(root, file) for file in _candidates(module)]
-            names = [n for t in texts if t for n in source.file_facts(t)["names"].split()]
-        if any((root / file).is_file() for file in _candidates(f"{module}.{name}".strip("."))):
-            names.append(name)
-        facts["modules"][module] = " ".join(sorted(set(names)))
     return facts
 
 
@@ -177,12 +162,6 @@ def complaints(facts: dict) -> list[str]:
             found += [f"vllm/{file}: {name} {how}{_users(name)}" for name, how in moved.items()]
     for each in both:
         found += _skipped(each)
-    for (module, name), users in imports().items():
-        user = ", ".join(sorted(users))
-        if module not in facts["modules"]:
-            found.append(f"vllm.{module} {_unknown(facts)} ({user})")
-        elif name not in facts["modules"][module].split():
-            found.append(f"vllm.{module} no longer offers {name} ({user})")
     return found
 
 

@@ -77,10 +77,16 @@ def _parameters(signature: str) -> tuple[list[str], set[str], set[str]]:
     return [part.rstrip("=") for part in by_place], required, {part.rstrip("=") for part in parts}
 
 
+def places(file: str) -> list[str]:
+    """Return the files in which a module may be: its own, or that of a package."""
+    module = file.removesuffix(".py").removesuffix("/__init__")
+    return list(dict.fromkeys((file, f"{module}.py", f"{module}/__init__.py")))
+
+
 def read(root: Path, file: str) -> str | None:
-    """Read a file below the folder ``vllm``; None if it is gone."""
-    path = root / file
-    return path.read_text() if path.is_file() else None
+    """Read a module below the folder ``vllm``; None if it is gone."""
+    there = [root / place for place in places(file) if (root / place).is_file()]
+    return there[0].read_text() if there else None
 
 
 def blocks(body: list[ast.stmt]) -> Iterator[ast.stmt]:
