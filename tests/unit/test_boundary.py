@@ -135,7 +135,7 @@ def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):
 def test_as_many_are_speculated_on_at_a_time_as_asked_for():
     """Requests that were speculated on before go first."""
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c", "d"]))
-    reader = RunnerBatch(runner, None, None, (), None)
+    reader = RunnerBatch(runner, None, (), None)
     assert reader.limit_rows([1, 3], {"d"}, 2) == [1, 3]
     assert reader.limit_rows([0, 1, 2, 3], {"d"}, 2) == [0, 3]
     assert reader.limit_rows([0, 1, 2, 3], {"b", "c", "d"}, 2) == [1, 2]
