@@ -126,23 +126,26 @@ def as_speculators(folder: Path, head: str, target: str) -> str:
     vocab[torch.arange(config["draft_vocab_size"]) + weights.get("d2t", 0)] = True
     folder.mkdir(parents=True)
     save_file(layer | {"t2d": vocab}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(speculators_config(config, target)))
+    return str(folder)
+
+
+def speculators_config(config: dict, target: str) -> dict:
+    """Return a head's config in the form of the library speculators."""
+    layer = dict(config)
     top_level = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 3}
-    verifier = {"name_or_path": target, "architectures": ["LlamaForCausalLM"]}
-    speculators = {
+    return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "norm_before_residual": False,
-        **{name: config.pop(name) for name in top_level},
-        "transformer_layer_config": config,
+        **{name: layer.pop(name) for name in top_level},
+        "transformer_layer_config": layer,
         "speculators_config": {
             "algorithm": "eagle3",
-            "proposal_methods": [proposal],
-            "verifier": verifier,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
         },
     }
-    (folder / "config.json").write_text(json.dumps(speculators))
-    return str(folder)
 
 
 def make_mimo(folder: Path, **llama) -> str:
@@ -299,61 +302,47 @@ _WINDOWS = dict(sliding_window=64, layer_types=["sliding_attention", "full_atten
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=64)
 # Heads of full layers are twice as long. Their keys are the values too, and the fewer KV heads make
 # their KV blocks twice those of window layers.
-_GEMMA4 = dict(
+_GEMMA4 = _WINDOWS | dict(
     tie_word_embeddings=True,
     vocab_size_per_layer_input=4096,
     hidden_size_per_layer_input=16,
     global_head_dim=64,
 )
+_FOUR_EXPERTS = {**_EXPERTS, "num_local_experts": 4}
+# Latent vectors and heads of the sizes that kernels of GPUs take.
+_DEEPSEEK = dict(
+    num_key_value_heads=4,
+    q_lora_rank=None,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    head_dim=64,
+    first_k_dense_replace=4,
+    mlp_layer_types=["dense"] * 4,
+)
+# vLLM's CPU build lacks the router of its experts.
+_LAGUNA = dict(num_attention_heads_per_layer=[8, 4, 8, 4], mlp_layer_types=["dense"] * 4)
+# With softmax in the place of sigmoid, whose router vLLM's CPU build lacks.
+_MINIMAX = dict(rotary_dim=16, scoring_func="softmax", use_routing_bias=True)
+_SHARED_KV = dict(num_hidden_layers=6, layer_types=_WINDOWS["layer_types"][:2] * 3)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "apertus": ("apertus", {}),
     "cohere2": ("cohere2", _WINDOWS),
     "ernie4.5": ("ernie4_5", {}),
-    "ernie4.5-moe": (
-        "ernie4_5_moe",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64},
-    ),
+    "ernie4.5-moe": ("ernie4_5_moe", dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=64)),
     "exaone4": ("exaone4", _WINDOWS),
     "exaone-moe": ("exaone_moe", {**_WINDOWS, **_EXPERTS, "num_experts": 4}),
     "gemma2": ("gemma2", {**_WINDOWS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", {**_WINDOWS, "query_pre_attn_scalar": 32}),
     "bloom": ("bloom", {"tie_word_embeddings": True}),
-    # Latent vectors and heads of the sizes that kernels of GPUs take.
-    "deepseek-v2": (
-        "deepseek_v2",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "head_dim": 64,
-            "first_k_dense_replace": 4,
-            "mlp_layer_types": ["dense"] * 4,
-        },
-    ),
+    "deepseek-v2": ("deepseek_v2", _DEEPSEEK),
     "gemma4": (
         "gemma4_text",
-        {
-            **_WINDOWS,
-            **_GEMMA4,
-            "num_key_value_heads": 4,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-        },
+        _GEMMA4 | dict(num_key_value_heads=4, num_global_key_value_heads=1, attention_k_eq_v=True),
     ),
     # The last two layers read the KV cache of those before them.
-    "gemma4-shared": (
-        "gemma4_text",
-        {
-            **_WINDOWS,
-            **_GEMMA4,
-            "num_hidden_layers": 6,
-            "layer_types": _WINDOWS["layer_types"] + _WINDOWS["layer_types"][:2],
-            "num_kv_shared_layers": 2,
-        },
-    ),
+    "gemma4-shared": ("gemma4_text", {**_GEMMA4, **_SHARED_KV, "num_kv_shared_layers": 2}),
     "glm4": ("glm4", {}),
     "glm4-moe": (
         "glm4_moe",
@@ -363,26 +352,8 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "granite": ("granite", {}),
     "granite-windows": ("granite_swa", _WINDOWS),
     "hunyuan": ("hunyuan_v1_dense", {}),
-    # vLLM's CPU build lacks the router of its experts.
-    "laguna": (
-        "laguna",
-        {
-            **_WINDOWS,
-            "num_attention_heads_per_layer": [8, 4, 8, 4],
-            "mlp_layer_types": ["dense"] * 4,
-        },
-    ),
-    # With softmax in the place of sigmoid, whose router vLLM's CPU build lacks.
-    "minimax-m2": (
-        "minimax_m2",
-        {
-            **_EXPERTS,
-            "num_local_experts": 4,
-            "rotary_dim": 16,
-            "scoring_func": "softmax",
-            "use_routing_bias": True,
-        },
-    ),
+    "laguna": ("laguna", _WINDOWS | _LAGUNA),
+    "minimax-m2": ("minimax_m2", _FOUR_EXPERTS | _MINIMAX),
     "ministral": ("ministral", _WINDOWS),
     "ministral3": ("ministral3", {}),
     "mistral": ("mistral", {"sliding_window": None}),

@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -276,13 +277,6 @@ class MemoryWatch:
             found[name] = statistics.linear_regression(hours, late).slope / 2**20
         return found
 
-    def series_mib(self, count: int) -> dict[str, list[int]]:
-        """Evenly spaced samples, the last one included."""
-        return {
-            name: [samples[len(samples) * (i + 1) // count - 1] >> 20 for i in range(count)]
-            for name, samples in self.samples.items()
-        }
-
 
 class CounterWatch:
     """The server's counters, which must not fall; read as the soak goes."""
@@ -386,12 +380,6 @@ def check_grammars(tokenizer, cases: list[Case]) -> int:
     return count
 
 
-def stock_params(params: dict):
-    """A request's parameters as vLLM's ``LLM`` class takes them."""
-    params = {"ignore_eos": False, "detokenize": "structured_outputs" in params, **params}
-    return sampling_params({name: params[name] for name in params if name != "priority"})
-
-
 def check_greedy(stock, cases: list[Case], chunk: int = 64) -> tuple[int, int]:
     """Compares greedy outputs with stock vLLM's.
 
@@ -399,16 +387,17 @@ def check_greedy(stock, cases: list[Case], chunk: int = 64) -> tuple[int, int]:
         Outputs compared, and how many of them part at a tie of stock's own.
     """
     from tests.generation import assert_same_tokens
+    from tests.outputs import run
 
     greedy = [case for case in cases if case.is_greedy and case.token_ids]
     num_ties = 0
     for start in range(0, len(greedy), chunk):
-        some = greedy[start : start + chunk]
-        outputs = stock.generate(
-            [{"prompt_token_ids": case.prompt} for case in some],
-            [stock_params(case.params) for case in some],
-            use_tqdm=False,
-        )
+        some, params = greedy[start : start + chunk], []
+        for case in some:  # as vLLM's ``LLM`` class takes them
+            asked = {name: its for name, its in case.params.items() if name != "priority"}
+            how = {"ignore_eos": False, "detokenize": "structured_outputs" in asked}
+            params.append(sampling_params(how | asked))
+        outputs = run(stock, [case.prompt for case in some], params)
         for case, output in zip(some, outputs):
             wanted, found = list(output.outputs[0].token_ids), case.token_ids[0]
             if case.finish_reasons[0] is None:  # aborted
@@ -487,25 +476,19 @@ def soak(
         "requests of vLLM's client": bench.num_completed if bench else 0,
         "readings of the counters": counters.num_read,
         "greedy": sum(case.is_greedy for case in cases),
-        "with min_p": sum("min_p" in case.params for case in cases),
-        "with a grammar": sum("structured_outputs" in case.params for case in cases),
-        "with a priority": sum("priority" in case.params for case in cases),
-        "with a seed": sum("seed" in case.params for case in cases),
-        "with logit_bias": sum("logit_bias" in case.params for case in cases),
+        "with": dict(Counter(itertools.chain.from_iterable(case.params for case in cases))),
         "left by the client": len(aborted),
         "prompt tokens": sum(len(case.prompt) for case in cases),
         "tokens received": sum(len(tokens) for case in cases for tokens in case.token_ids),
         "finish reasons": dict(Counter(r for c in cases for r in c.finish_reasons)),
         "preemptions": int(counted["vllm:num_preemptions_total"]),
         "prefix cache hits (tokens)": int(counted["vllm:prefix_cache_hits_total"]),
-        "steps with a proposal verified": int(counted["vllm:triforce_level3_steps_total"]),
-        "proposals straight to level 3": int(counted["vllm:triforce_direct_proposals_total"]),
         "proposals": int(counted["vllm:triforce_proposals_total"]),
-        "level 2 accepted": int(counted["vllm:triforce_level2_accepted_tokens_total"]),
-        "level 2 verified": int(counted["vllm:triforce_level2_draft_tokens_total"]),
+        **{
+            name: n for name, n in counted.items() if re.fullmatch(r"vllm:triforce_\w+_total", name)
+        },
         "memory growth (MiB)": {k: round(v, 1) for k, v in watch.growth_mib().items()},
         "memory, second half (MiB an hour)": {k: round(v, 1) for k, v in watch.slope_mib().items()},
-        "memory, ten samples (MiB)": watch.series_mib(10),
         "seconds": round(seconds, 1),
     }
     return figures, cases
@@ -525,7 +508,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", action="store_true", help="requests with a seed, whole prompts")
     parser.add_argument("--max-growth-mib", type=float, default=32)
-    parser.add_argument("--log", type=Path, help="where the server's log goes; else a temporary")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -546,14 +528,13 @@ def main() -> None:
     arguments += SMOLLM2 if args.model == "smollm2" else []
     if not args.stock:
         arguments += [*TRIFORCE, json.dumps(keys | {"log_interval": 5})]
-    begun = time.monotonic()
 
     def progress(sent: int) -> None:
-        sys.stderr.write(f"{sent} sent, {time.monotonic() - begun:.0f} s\n")
+        sys.stderr.write(f"{sent} sent, {time.strftime('%X')}\n")
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        serve(target, args.log or Path(folder) / "log", *arguments, **FLAT_MEMORY) as server,
+        serve(target, Path(folder) / "log", *arguments, **FLAT_MEMORY) as server,
     ):
         bench = Bench(server, args.model, Path(folder), args.seed) if args.bench else None
         try:

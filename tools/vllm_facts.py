@@ -3,7 +3,7 @@
     python tools/vllm_facts.py 0.33.0                     # single files from the release's wheel
     python tools/vllm_facts.py 0.33.0 --source FOLDER     # FOLDER/config/vllm.py and so on
 
-Run it after a new entry in ``tests/contract/table_*.py`` or a new import of vLLM in the package.
+Run it after a new entry in ``tests/contract/table.py`` or a new import of vLLM in the package.
 """
 
 import argparse

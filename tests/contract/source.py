@@ -60,26 +60,49 @@ def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     return ", ".join(parts)
 
 
+def takes_all_calls(new: str, old: str) -> bool:
+    """True if a signature takes every call that another one takes."""
+    (positional, required, names), before = _parameters(new), _parameters(old)
+    is_known = before[2] <= names or "**" in new
+    return positional[: len(before[0])] == before[0] and required <= before[1] and is_known
+
+
+def _parameters(signature: str) -> tuple[list[str], set[str], set[str]]:
+    """Return the parameters that may be given by place, that must be given, and all."""
+    parts = [part for part in signature.split(", ") if part and not part.startswith("**")]
+    stars = [place for place, part in enumerate(parts) if part.startswith("*")]
+    by_place = parts[: stars[0]] if stars else parts
+    parts = [part for part in parts if not part.startswith("*")]
+    required = {part for part in parts if not part.endswith("=")}
+    return [part.rstrip("=") for part in by_place], required, {part.rstrip("=") for part in parts}
+
+
+def places(file: str) -> list[str]:
+    """Return the files in which a module may be: its own, or that of a package."""
+    module = file.removesuffix(".py").removesuffix("/__init__")
+    return list(dict.fromkeys((file, f"{module}.py", f"{module}/__init__.py")))
+
+
 def read(root: Path, file: str) -> str | None:
-    """Read a file below the folder ``vllm``; None if it is gone."""
-    path = root / file
-    return path.read_text() if path.is_file() else None
+    """Read a module below the folder ``vllm``; None if it is gone."""
+    there = [root / place for place in places(file) if (root / place).is_file()]
+    return there[0].read_text() if there else None
 
 
-def _blocks(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def blocks(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a module or class, also inside if, try and with."""
     for node in body:
         yield node
         for field in ("body", "orelse", "finalbody"):
             if isinstance(node, ast.If | ast.Try | ast.With):
-                yield from _blocks(getattr(node, field, []))
+                yield from blocks(getattr(node, field, []))
         for handler in getattr(node, "handlers", []):
-            yield from _blocks(handler.body)
+            yield from blocks(handler.body)
 
 
 def _names(body: list[ast.stmt]) -> set[str]:
     names: set[str] = set()
-    for node in _blocks(body):
+    for node in blocks(body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -91,7 +114,7 @@ def _names(body: list[ast.stmt]) -> set[str]:
 
 
 def _functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    for node in _blocks(body):
+    for node in blocks(body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield prefix + node.name, node
         elif isinstance(node, ast.ClassDef):
@@ -101,7 +124,7 @@ def _functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, as
 def _collect(body: list[ast.stmt], prefix: str, facts: dict) -> None:
     for name, node in _functions(body, prefix):
         facts["functions"].setdefault(name, signature(node))
-    for node in _blocks(body):
+    for node in blocks(body):
         if isinstance(node, ast.ClassDef):
             members = _names(node.body)
             for _, method in _functions(node.body):

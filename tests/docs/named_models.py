@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from benchmarks.gpu.models import MODELS, write_head, write_model
+from tests.models import speculators_config
 from vllm_triforce_bench.predict.geometry import Geometry
 
 # Shapes by name: layers, heads, KV heads and widths as in the config of each on the hub.
@@ -38,24 +39,7 @@ def write_named_models(folder: Path) -> dict[str, str]:
         shape = TARGETS[target]
         head = Path(write_head(shape, folder / f"{shape.name}-head"))
         if "speculator" in name:
-            _as_speculators(head / "config.json", target)
+            config = json.loads((head / "config.json").read_text())
+            (head / "config.json").write_text(json.dumps(speculators_config(config, target)))
         written[name] = str(head)
     return written
-
-
-def _as_speculators(path: Path, target: str) -> None:
-    """Rewrite a head's config in the form of the library speculators."""
-    layer = json.loads(path.read_text())
-    top_level = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        **{name: layer.pop(name) for name in top_level},
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
-        },
-    }
-    path.write_text(json.dumps(config))

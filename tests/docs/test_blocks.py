@@ -9,7 +9,9 @@ scripts must be in their help: what runs for minutes is run by other tests with 
 import functools
 import json
 import re
+import shlex
 import sys
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +20,90 @@ import pytest
 import yaml
 
 from tests.child import run
-from tests.docs.blocks import Block, blocks
 from tests.docs.named_models import write_named_models
-from tests.models import ROOT
+from tests.models import PAIR, PROMPTS, ROOT
 from tests.one_process import allow_many_engines
 
 pytestmark = pytest.mark.slow
+
+_FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.M | re.S)
+# What a reader fills in, and what a test does.
+PLACES = {
+    "TARGET": str(PAIR / "target"),
+    "DRAFT": str(PAIR / "draft"),
+    "FILE": str(PROMPTS / "held_out.txt"),
+    "FOLDER": "results",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """
+    Args:
+        page: below the project's root.
+        line: of its first line of code, from 1.
+    """
+
+    page: str
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def filled(self) -> str:
+        """Return the code with the embedded pair for the names that a reader fills in."""
+        return re.sub(rf"\b({'|'.join(PLACES)})\b(?!=)", lambda found: PLACES[found[0]], self.code)
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """Split a ``bash`` block into commands, without comments and variables."""
+        text = self.filled.replace("\\\n", " ")
+        found = []
+        for line in _lines(text):
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0], re.S):
+                words = words[1:]
+            if words:
+                found.append(words)
+        return found
+
+
+def _lines(text: str) -> list[str]:
+    """Split commands; one goes on where a quote is open."""
+    found, open_line = [], ""
+    for line in text.splitlines():
+        open_line = f"{open_line}\n{line}" if open_line else line
+        try:
+            shlex.split(open_line, comments=True)
+        except ValueError:
+            continue
+        found.append(open_line)
+        open_line = ""
+    if open_line:
+        raise ValueError(f"a quote is not closed: {open_line}")
+    return found
+
+
+def pages() -> list[Path]:
+    docs = (ROOT / "docs").rglob("*.md")
+    others = ("README.md", "CONTRIBUTING.md", "patches/README.md", "examples/README.md")
+    more = (ROOT / "examples").glob("*/README.md")
+    return sorted({*docs, *(ROOT / name for name in others), *more})
+
+
+def blocks() -> list[Block]:
+    found = []
+    for path in pages():
+        text, page = path.read_text(), str(path.relative_to(ROOT))
+        for match in _FENCE.finditer(text):
+            line = text.count("\n", 0, match.start(3)) + 1
+            code = re.sub(rf"^{match[1]}", "", match[3], flags=re.M)
+            found.append(Block(page, line, match[2], code))
+    return found
+
 
 BLOCKS = blocks()
 LANGUAGES = {"bash", "python", "json", "yaml", "promql", "text", "diff"}
@@ -92,30 +172,16 @@ def check(words: list[str]) -> None:
     Raises:
         AssertionError: nobody knows the command, or it is not one that works.
     """
-    program, *arguments = words
-    program = Path(program).name
-    if program in NOT_RUN:
-        return
-    if program == "vllm" and arguments[0] == "serve":
-        return check_serve(arguments[1:])
-    if program == "vllm-triforce":
-        return check_ours(arguments)
-    if program == "make":
-        return check_make(arguments)
-    if program == "lm_eval":
-        return check_lm_eval(arguments)
-    if program in ("pip", "uv") or arguments[:2] == ["-m", "pip"]:
-        return check_pip(arguments)
-    if program in ("python", "python3"):
-        return check_script(arguments)
-    if program in ("bash", "sh") or words[0].startswith("./"):
-        script = ROOT / (arguments[0] if program in ("bash", "sh") else words[0])
-        assert script.is_file(), script
-        run("bash", "-n", script)
-        return None
-    if program in ("pytest", "ruff", "mypy", "cd", "rm", "export", "vllm", "diff"):
-        return check_other(program, arguments)
-    raise AssertionError(f"nothing here knows the command {words}")
+    program, arguments = Path(words[0]).name.removesuffix("3"), words[1:]
+    if words[0].startswith("./"):
+        program, arguments = "bash", words
+    elif (program, *arguments[:1]) == ("vllm", "serve"):
+        program, arguments = "vllm serve", arguments[1:]
+    elif arguments[:2] in (["-m", "pip"], ["-m", "pytest"]):
+        program, arguments = arguments[1], arguments[2:]
+    if program not in NOT_RUN:
+        assert program in CHECKS, f"nothing here knows the command {words}"
+        CHECKS[program](arguments)
 
 
 def check_serve(arguments: list[str]) -> None:
@@ -170,14 +236,17 @@ def check_ours(arguments: list[str]) -> None:
 
 
 def check_make(arguments: list[str]) -> None:
-    dry = ["make", "-n", *(a for a in arguments if not a.startswith("ARGS="))]
-    run(*dry)
+    run("make", "-n", *(a for a in arguments if not a.startswith("ARGS=")))
+
+
+def check_shell(arguments: list[str]) -> None:
+    run("bash", "-n", ROOT / arguments[0])
 
 
 def check_pip(arguments: list[str]) -> None:
     """Check that local projects and named extras exist."""
     setup = (ROOT / "setup.cfg").read_text()
-    for name in (a for a in arguments if a not in ("pip", "-m") and not a.startswith("-")):
+    for name in (a for a in arguments if a != "pip" and not a.startswith("-")):
         found = re.fullmatch(r"(\.|\S*\.whl|vllm-triforce)(?:\[([\w,-]+)\])?", name)
         for extra in (found[2] or "").split(",") if found else ():
             assert not extra or f"\n{extra} =" in setup, f"no extra {extra}"
@@ -195,8 +264,6 @@ def check_script(arguments: list[str]) -> None:
     what = arguments[:2] if arguments[0] == "-m" else arguments[:1]
     if what[0] != "-m":
         assert (ROOT / what[0]).exists(), what
-    if what == ["-m", "pytest"]:
-        return check_other("pytest", arguments[2:])
     if what[0] == "-m" and not what[1].startswith(("tests", "vllm_triforce", "examples")):
         return
     if given := options(arguments[len(what) :]):
@@ -207,11 +274,11 @@ def check_script(arguments: list[str]) -> None:
             assert option in known, f"{' '.join(what)} has no {option}"
 
 
-def check_other(program: str, arguments: list[str]) -> None:
+def check_paths(arguments: list[str]) -> None:
     """Check that named paths exist."""
     for path in (a.split("::")[0] for a in arguments):
         if path.startswith(("tests/", "docs/", "examples/", "tools/", "vllm_triforce")):
-            assert (ROOT / path).exists(), f"{program} {path}"
+            assert (ROOT / path).exists(), path
 
 
 def options(arguments: list[str]) -> list[str]:
@@ -221,3 +288,15 @@ def options(arguments: list[str]) -> list[str]:
 @cache
 def help_of(*command: str) -> str:
     return run(*command).stdout
+
+
+CHECKS = {
+    "vllm serve": check_serve,
+    "vllm-triforce": check_ours,
+    "make": check_make,
+    "lm_eval": check_lm_eval,
+    **dict.fromkeys(("pip", "uv"), check_pip),
+    "python": check_script,
+    **dict.fromkeys(("bash", "sh"), check_shell),
+    **dict.fromkeys(["pytest", "ruff", "mypy", "cd", "rm", "export", "vllm", "diff"], check_paths),
+}

@@ -19,6 +19,10 @@ FOLDER = ROOT / "examples" / "deployment"
 DASHBOARD = json.loads((FOLDER / "grafana" / "dashboards" / "triforce.json").read_text())
 
 
+def read(name: str) -> dict:
+    return yaml.safe_load((FOLDER / name).read_text())
+
+
 def queries() -> Iterator[tuple[str, set[str]]]:
     """Yield the title of each panel and the metrics of each of its queries."""
     for panel in DASHBOARD["panels"]:
@@ -46,7 +50,7 @@ def metrics_of_vllm() -> set[str]:
 
 
 def alerts() -> list[dict]:
-    (group,) = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+    (group,) = read("alerts.yml")["groups"]
     return group["rules"]
 
 
@@ -79,7 +83,7 @@ def test_every_metric_of_ours_is_shown():
 
 
 def test_compose_mounts_existing_files_and_volumes():
-    services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
+    services = read("compose.yaml")["services"]
     assert set(services) == {"vllm", "prometheus", "grafana"}
     for service in services.values():
         for mount in service.get("volumes", ()):
@@ -88,21 +92,18 @@ def test_compose_mounts_existing_files_and_volumes():
     build = services["vllm"]["build"]
     assert (FOLDER / build["context"]).resolve() == ROOT
     assert (ROOT / build["dockerfile"]).is_file()
-    scraped = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    scraped = read("prometheus.yml")["scrape_configs"]
     assert scraped[0]["static_configs"][0]["targets"] == ["vllm:8000"]
     assert scraped[0]["job_name"] == "vllm"  # the alerts' job
-    (rules,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["rule_files"]
+    (rules,) = read("prometheus.yml")["rule_files"]
     assert f"./{rules}:/etc/prometheus/{rules}:ro" in services["prometheus"]["volumes"]
 
 
 def test_provisioning_finds_the_dashboard():
-    grafana = FOLDER / "grafana" / "provisioning"
-    (source,) = yaml.safe_load((grafana / "datasources" / "prometheus.yml").read_text())[
-        "datasources"
-    ]
+    (source,) = read("grafana/provisioning/datasources/prometheus.yml")["datasources"]
     (default,) = [v for v in DASHBOARD["templating"]["list"] if v["type"] == "datasource"]
     assert default["current"]["value"] == source["uid"]
-    (provider,) = yaml.safe_load((grafana / "dashboards" / "triforce.yml").read_text())["providers"]
+    (provider,) = read("grafana/provisioning/dashboards/triforce.yml")["providers"]
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
 
 
@@ -118,7 +119,7 @@ def manifests() -> dict[str, dict]:
 def test_manifests_fit_together():
     by_kind = manifests()
     deployment, service = by_kind["Deployment"]["spec"], by_kind["Service"]["spec"]
-    monitor = yaml.safe_load((FOLDER / "podmonitor.yaml").read_text())
+    monitor = read("podmonitor.yaml")
     template = deployment["template"]
     labels, pod = template["metadata"]["labels"], template["spec"]
     selectors = (deployment["selector"]["matchLabels"], service["selector"])
@@ -149,15 +150,15 @@ def test_manifests_fit_together():
 def test_the_alert_knows_the_job_of_each_scrape_target():
     (alert,) = (alert for alert in alerts() if alert["alert"] == "VllmDown")
     jobs = re.search(r'job=~"([^"]+)"', alert["expr"])[1]
-    monitor = yaml.safe_load((FOLDER / "podmonitor.yaml").read_text())["spec"]
+    monitor = read("podmonitor.yaml")["spec"]
     labels = manifests()["Deployment"]["spec"]["template"]["metadata"]["labels"]
     for job in ("vllm", labels[monitor["jobLabel"]]):
         assert re.fullmatch(jobs, job)
 
 
 def test_keys_and_image_are_supported():
-    service = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]["vllm"]
-    stack = yaml.safe_load((FOLDER / "production-stack.yaml").read_text())
+    service = read("compose.yaml")["services"]["vllm"]
+    stack = read("production-stack.yaml")
     (model,) = stack["servingEngineSpec"]["modelSpec"]
     (container,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
     for command in (service["command"], model["vllmConfig"]["extraArgs"], container["args"]):

@@ -167,7 +167,7 @@ class Seen:
 class Engine:
     """The engine core, one step of its loop at a time."""
 
-    def __init__(self, scheduler, world: World, max_context: int | None = None) -> None:
+    def __init__(self, scheduler, world: World) -> None:
         self.scheduler, self.now = scheduler, 0.0
         self._num_reads, self._last_read = 0, 0.0
         self._config = self._measured = None
@@ -177,11 +177,8 @@ class Engine:
             keys.pop("draft_model")
             self._config = ResolvedConfig.from_dict(keys)
             scheduler.clock = self._read_clock
-            self._measured = world.machine.measured(
-                self._config,
-                max_context or scheduler.max_model_len - 64,
-                scheduler.max_num_running_reqs,
-            )
+            longest, most = scheduler.max_model_len - 64, scheduler.max_num_running_reqs
+            self._measured = world.machine.measured(self._config, longest, most)
         self._is_asynchronous = settings.scheduler_config.async_scheduling
         self.worker = Worker(
             world,

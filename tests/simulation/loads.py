@@ -1,49 +1,28 @@
 """How requests come, and how fast they are served."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+
+import pytest
 
 from tests.simulation.engine import Arrival, Engine, make_scheduler
-from tests.simulation.world import Machine, Text, World
-from vllm_triforce.controller import PLAIN, Choice
-from vllm_triforce.controller.measurements import BreakEven
-from vllm_triforce.controller.routes import HIERARCHICAL
+from tests.simulation.world import HOPELESS, MACHINES, Machine, Text, World
+
+MODES = pytest.mark.parametrize(
+    "is_asynchronous", [True, False], ids=["asynchronous", "synchronous"]
+)
 
 
-class FixedDecisions:
-    """The same for every request and step: what a user could have set, known to pay or not."""
-
-    def __init__(self, choice: Choice, num_rounds: int) -> None:
-        self._its, self._num_rounds, self._num_steps = choice, num_rounds, 0
-        self.controller = SimpleNamespace(
-            start=lambda model: None, num_requests=0, break_even=BreakEven()
-        )
-        self._alive: set[str] = set()
-        self._pending: dict = {}
-
-    def decide(self, names, candidate, num_plain=0):
-        self._num_steps += 1
-        plan = {}
-        if self._its is not PLAIN:
-            for name in names:
-                length = min(self._its.num_tokens, candidate(name).max_tokens)
-                plan[name] = replace(self._its, num_tokens=length), self._num_rounds
-        return self._num_steps - 1, plan
-
-    ignores_steps = True
-
-    def on_step_end(self, *step) -> None:
-        """It learns nothing."""
-
-    def release(self, request_id) -> None:
-        """It knows nobody."""
-
-
-FIXED = [
-    *((Choice(HIERARCHICAL, n), r) for n, r in ((3, 2), (6, 3), (6, 2), (9, 4), (12, 5), (12, 4))),
-    *((Choice("draft_model", n), -(-n // 2)) for n in (1, 2, 3, 4, 6, 8)),
-]
+def served(
+    is_ours: bool, arrivals: Iterable[Arrival], text=HOPELESS, machine="mha", seed=0, **settings
+) -> Engine:
+    """Serve all, and check that nothing is kept of anybody."""
+    world = World(MACHINES[machine], text, random.Random(seed))
+    engine = Engine(make_scheduler(is_ours, **settings), world)
+    engine.run([replace(its) for its in arrivals])
+    engine.check_empty()
+    return engine
 
 
 @dataclass
@@ -57,7 +36,6 @@ class Closed:
     context: int
     tokens: int = 600
     """That each emits."""
-    params: dict | None = None
 
     def engine(self, machine: Machine, text: Text, seed: int = 0, **settings) -> Engine:
         world = World(machine, text, random.Random(seed))
@@ -76,7 +54,6 @@ class Closed:
         """So many steps of decoding more."""
         draw = random.Random(seed)
         end = self._num_decoding(engine) + num_steps
-        params = self.params if self.params is not None else {"temperature": 1.0}
 
         def until() -> bool:
             missing = self.size - len(engine.scheduler.requests)
@@ -84,7 +61,7 @@ class Closed:
                 # Not all at once, at first.
                 share = draw.uniform(0.2, 1.0) if not engine.served else 1.0
                 tokens = max(1, int(share * self.tokens))
-                engine.add(Arrival(engine.now, self.context, tokens, dict(params)))
+                engine.add(Arrival(engine.now, self.context, tokens, {"temperature": 1.0}))
             return self._num_decoding(engine) >= end
 
         until()
@@ -104,10 +81,6 @@ def speedup(engine: Engine, skip: int = 0, to: int | None = None) -> float:
     return tokens / seconds / (sum(its.step.num_decoding for its in seen) / plain)
 
 
-def decide_by(engine: Engine, decisions) -> None:
-    engine.scheduler.decisions = decisions
-
-
 def poisson(
     rate: float, count: int, prompt: int, tokens: int, seed: int = 0, **params
 ) -> list[Arrival]:
@@ -121,7 +94,8 @@ def poisson(
 
 def mean_per_token(engine: Engine, skip: int = 0) -> float:
     """Mean seconds between a request's tokens, of those behind the first that came."""
-    served = sorted(engine.served.values(), key=lambda its: its.at)[skip:]
+    several = [its for its in engine.served.values() if its.num_tokens > 1]
+    served = sorted(several, key=lambda its: its.at)[skip:]
     return sum(its.per_token for its in served) / len(served)
 
 
@@ -129,7 +103,7 @@ def mean_per_token(engine: Engine, skip: int = 0) -> float:
 class _Halves(Text):
     """Only tokens of every second request are accepted."""
 
-    def rate(self, base: float, request: str, position: int, place: int) -> float:
+    def rate(self, base: float, request: str) -> float:
         return base * (int(request[1:]) % 2 == 0)
 
 
@@ -155,3 +129,28 @@ def speeds_of_halves(
     decoding_s = engine.now - max(engine.first.values())
     good, bad = ([engine.emitted[f"r{i}"] - 1 for i in range(half, size, 2)] for half in (0, 1))
     return tuple(plain_s * sum(its) / len(its) / decoding_s for its in (good, bad))
+
+
+def late_prompts(
+    is_ours: bool, num_running: int, budget: int, prompt: int, repeats: int = 4
+) -> list[tuple[int, float]]:
+    """Return steps and seconds to the first token of a prompt that comes beside predicted requests.
+
+    Args:
+        budget: tokens of a step, of which ``prompt`` is read.
+    """
+    found, text = [], Text(0.95, 0.8, match=0.9, lookup=0.8)
+    for n in range(repeats):
+        scheduler = make_scheduler(is_ours, max_num_batched_tokens=80_000)
+        engine = Engine(scheduler, World(MACHINES["mha"], text, random.Random(n)))
+        for _ in range(num_running):
+            engine.add(Arrival(0.0, 2000, 6000, {"temperature": 0.0}))
+        # As long contexts with speculation as without.
+        engine.run([], lambda e=engine: sum(e.emitted.values()) >= 400 * num_running)
+        scheduler.max_num_scheduled_tokens = budget
+        before, late = len(engine.seen), f"r{num_running}"
+        # Somewhere in a step, whose end it waits for.
+        arrival = Arrival(engine.now + n / repeats * engine.seen[-1].seconds, prompt, 2)
+        engine.run([arrival], lambda e=engine, late=late: late in e.first)
+        found.append((len(engine.seen) - before, engine.first[late] - arrival.at))
+    return found

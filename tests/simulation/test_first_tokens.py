@@ -3,8 +3,8 @@ nothing is proposed that would delay a first token."""
 
 import pytest
 
-from tests.first_tokens import in_simulation
 from tests.simulation.engine import Arrival, Engine, make_scheduler
+from tests.simulation.loads import MODES, late_prompts
 from tests.simulation.test_invariants import mixed
 from tests.simulation.world import MACHINES, TEXTS, World
 from vllm_triforce.controller.routes import HIERARCHICAL
@@ -15,13 +15,13 @@ from vllm_triforce.core.messages import plan_of
 @pytest.mark.parametrize("num_tokens, prompt", [(256, 1000), (2048, 2000)])
 def test_a_late_prompt_is_read_in_as_many_steps_as_without_speculation(num_tokens, prompt):
     stock, ours = (
-        [steps for steps, _ in in_simulation(is_ours, 32, num_tokens, prompt, repeats=2)]
+        [steps for steps, _ in late_prompts(is_ours, 32, num_tokens, prompt, repeats=2)]
         for is_ours in (False, True)
     )
     assert ours == stock
 
 
-@pytest.mark.parametrize("is_asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+@MODES
 def test_what_is_proposed_delays_no_first_token(is_asynchronous):
     """Nothing before a request's second token; beside prompts nothing through level 2, but for
     seeded requests, which must not depend on arrivals."""

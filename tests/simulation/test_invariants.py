@@ -9,8 +9,9 @@ import random
 
 import pytest
 
-from tests.simulation.engine import Arrival, Engine, make_scheduler
-from tests.simulation.world import MACHINES, TEXTS, World
+from tests.simulation.engine import Arrival, Engine
+from tests.simulation.loads import MODES, served
+from tests.simulation.world import TEXTS
 
 
 def mixed(seed: int, count: int, longest: int, rate: float = 20.0) -> list[Arrival]:
@@ -33,20 +34,9 @@ def mixed(seed: int, count: int, longest: int, rate: float = 20.0) -> list[Arriv
 
 
 def serve(arrivals, text="0.95, 0.7", seed=0, **settings) -> Engine:
-    settings = {
-        "is_ours": True,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 512,
-        "max_model_len": 1024,
-        "num_blocks": 400,
-        "prefix_caching": True,
-        **settings,
-    }
-    world = World(MACHINES["mha, uniform graphs"], TEXTS[text], random.Random(seed))
-    engine = Engine(make_scheduler(**settings), world)
-    engine.run(arrivals)
-    engine.check_empty()
-    return engine
+    sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 512, "max_model_len": 1024}
+    settings = {**sizes, "num_blocks": 400, "prefix_caching": True, **settings}
+    return served(True, arrivals, TEXTS[text], "mha, uniform graphs", seed, **settings)
 
 
 CHOOSING = {"max_speculating_seqs": 4}
@@ -56,7 +46,7 @@ ALWAYS = {"adaptive": False, "min_context": 40, "max_speculating_seqs": 4}
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_blocks", [400, 18], ids=["room", "preemption"])
 @pytest.mark.parametrize("keys", [CHOOSING, ALWAYS], ids=["choosing", "always"])
-@pytest.mark.parametrize("is_asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+@MODES
 def test_requests_that_come_and_go(is_asynchronous, keys, num_blocks, seed):
     is_short = num_blocks < 100
     arrivals = mixed(seed, 60, longest=300, rate=500.0 if is_short else 20.0)
@@ -70,7 +60,7 @@ def test_requests_that_come_and_go(is_asynchronous, keys, num_blocks, seed):
     assert (engine.num_preempted > 0) == is_short
 
 
-@pytest.mark.parametrize("is_asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+@MODES
 def test_grammars(is_asynchronous):
     """Whose outputs are waited for, beside others."""
     from vllm.sampling_params import StructuredOutputsParams
@@ -93,5 +83,11 @@ def test_to_the_last_token(max_tokens):
 @pytest.mark.parametrize("prompt", range(1000, 1023))
 def test_to_the_last_token_that_the_model_can_read(prompt):
     engine = serve([Arrival(0.0, prompt, 100), Arrival(0.0, prompt, 100)], **ALWAYS)
-    served = [engine.served[name].num_tokens for name in ("r0", "r1")]
-    assert served == [min(100, 1024 - prompt)] * 2
+    counts = [engine.served[name].num_tokens for name in ("r0", "r1")]
+    assert counts == [min(100, 1024 - prompt)] * 2
+
+
+def test_the_worker_is_told_of_nothing_beyond_max_model_len():
+    engine = serve([Arrival(0.0, 500, 1000)], max_model_len=600, **ALWAYS)
+    assert engine.served["r0"].num_tokens == 100
+    assert engine.worker.num_beyond <= 6, "what is in flight is not known"

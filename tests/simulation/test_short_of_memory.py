@@ -2,29 +2,19 @@
 and preemptions, as stock vLLM."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
-from tests.simulation.engine import Arrival, Engine, make_scheduler
-from tests.simulation.world import HOPELESS, MACHINES, World
+from tests.simulation.engine import Arrival, Engine
+from tests.simulation.loads import MODES, served
 
 ALWAYS = {"adaptive": False, "min_context": 0}
 
 
-def served(is_ours: bool, arrivals, text=HOPELESS, **settings) -> Engine:
+def serve(is_ours: bool, arrivals, **settings) -> Engine:
     """The engine that has served them; the number of its steps is that of ``seen``."""
-    settings = {
-        "max_num_seqs": 64,
-        "max_model_len": 1024,
-        "max_num_batched_tokens": 2048,
-        **settings,
-    }
-    engine = Engine(
-        make_scheduler(is_ours, **settings), World(MACHINES["mha"], text, random.Random(0))
-    )
-    engine.run([replace(its) for its in arrivals])
-    engine.check_empty()
+    sizes = {"max_num_seqs": 64, "max_model_len": 1024, "max_num_batched_tokens": 2048}
+    engine = served(is_ours, arrivals, **sizes | settings)
     assert len(engine.served) == len(arrivals) + is_ours  # check_empty() adds one
     return engine
 
@@ -34,17 +24,17 @@ def assert_no_more_steps(ours: Engine, stock: Engine) -> None:
     assert len(ours.seen) - 1 <= len(stock.seen) / 0.98
 
 
-@pytest.mark.parametrize("is_asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+@MODES
 def test_short_requests_run_together_as_without_speculation(is_asynchronous):
     """33 blocks for 33 requests: room for a draft would need two blocks each."""
     arrivals = [Arrival(0.0, 80, 48) for _ in range(96)]
     settings = {"num_blocks": 34, "block_size": 128, "is_asynchronous": is_asynchronous}
-    stock, ours = (served(its, arrivals, **settings) for its in (False, True))
+    stock, ours = (serve(its, arrivals, **settings) for its in (False, True))
     assert stock.num_preempted == ours.num_preempted == 0
     assert_no_more_steps(ours, stock)
 
 
-@pytest.mark.parametrize("is_asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+@MODES
 @pytest.mark.parametrize("block_size, num_blocks", [(16, 60), (128, 9)])
 def test_drafts_preempt_nobody(is_asynchronous, block_size, num_blocks):
     """Everybody drafts at every step, nothing is accepted: the schedule is stock vLLM's."""
@@ -58,15 +48,15 @@ def test_drafts_preempt_nobody(is_asynchronous, block_size, num_blocks):
         "max_num_seqs": 16,
         "prefix_caching": draw.random() < 0.5,
     }
-    stock = served(False, arrivals, **settings)
-    ours = served(True, arrivals, **settings, **ALWAYS)
+    stock = serve(False, arrivals, **settings)
+    ours = serve(True, arrivals, **settings, **ALWAYS)
     assert stock.num_preempted > 0
     assert sum(its.step.num_drafts for its in ours.seen) > 0
     assert ours.num_preempted <= stock.num_preempted
     assert_no_more_steps(ours, stock)
 
 
-@pytest.mark.parametrize("is_asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+@MODES
 def test_a_cached_prompt_waits_for_no_room_for_drafts(is_asynchronous):
     """All of it but its last token is cached, and a step holds fewer tokens than a proposal."""
     arrivals = [Arrival(0.05 * n, 33, 20, prefix=1) for n in range(6)]
@@ -77,6 +67,6 @@ def test_a_cached_prompt_waits_for_no_room_for_drafts(is_asynchronous):
         "prefix_caching": True,
         "is_asynchronous": is_asynchronous,
     }
-    stock = served(False, arrivals, **settings)
-    ours = served(True, arrivals, **settings, **ALWAYS, num_speculative_tokens=32)
+    stock = serve(False, arrivals, **settings)
+    ours = serve(True, arrivals, **settings, **ALWAYS, num_speculative_tokens=32)
     assert_no_more_steps(ours, stock)

@@ -1,8 +1,7 @@
 """A worker of Model Runner V2 whose device is a ``World``: it hears what a real one hears, sends
 what a real one sends, and checks that it can do what it is asked."""
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
@@ -49,7 +48,6 @@ class Step:
     plain: float = 0.0
     """That its full pass would have taken with a token a request."""
     num_drafts: int = 0
-    routes: Counter = field(default_factory=Counter)
 
 
 class Worker:
@@ -130,7 +128,7 @@ class Worker:
             sampled.append([STOP if start + n == stop else TOKEN for n in range(accepted + 1)])
         full = machine.full_pass(tokens, contexts, num_prompt) + machine.beside
         full += machine.verifying * (num_drafts > 0)
-        routes = self._propose(plan, set(emitting), step)
+        proposing = self._propose(plan, set(emitting), step)
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: place for place, name in enumerate(names)},
@@ -138,13 +136,12 @@ class Worker:
         )
         return Step(
             full,
-            sum(seconds for seconds, _ in routes.values()),
+            proposing,
             self._reports.attach_to(output),
             len(tokens),
             len(names) - len(tokens),
             machine.full_pass([1] * len(tokens), contexts, num_prompt) + machine.beside,
             num_drafts,
-            Counter({route: count for route, (_, count) in routes.items()}),
         )
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
@@ -201,15 +198,15 @@ class Worker:
         text, route = self.world.text, state.route
         rates = {HIERARCHICAL: text.level2, "prompt_lookup": text.lookup}
         rate = rates.get(route, text.level1 * text.level2)
-        return self.world.accepted(rate, name, state.computed, num_tokens)
+        return self.world.accepted(rate, name, num_tokens)
 
-    def _propose(self, plan, emitting: set[str], step) -> dict[str, tuple[float, int]]:
-        """Seconds and requests by route; and ``proposed`` of every request."""
+    def _propose(self, plan, emitting: set[str], step) -> float:
+        """Seconds; and ``proposed`` of every request."""
         self._took = list(step.num_scheduled_tokens)
         for name in self._took:
             self._states[name].proposed = self._states[name].planned = 0
         if plan is None:
-            return {}
+            return 0.0
         assert plan.proposing.keys() <= emitting, "planned for requests that cannot propose"
         by_route: dict[str, dict[str, RequestPlan]] = {}
         for name, its in plan.proposing.items():
@@ -220,7 +217,7 @@ class Worker:
             by_route.setdefault(its.route, {})[name] = its
             state.planned, state.route = its.num_tokens, its.route
         assert len(self._slots) <= self.config.max_speculating_seqs, "more than have slots"
-        return {route: (self._go(route, plans), len(plans)) for route, plans in by_route.items()}
+        return sum(self._go(route, plans) for route, plans in by_route.items())
 
     def _go(self, route: str, plans: dict[str, RequestPlan]) -> float:
         """What the requests of a route propose, and what that takes."""
@@ -252,11 +249,10 @@ class Worker:
         return seconds
 
     def _levels(self, name: str, most: int, its: RequestPlan) -> tuple[int, int, int, int]:
-        state, gamma = self._states[name], self.config.gamma
+        gamma = self.config.gamma
         length = rounds = right = wrong = 0
         while length < most and rounds < its.num_rounds:
-            at = state.computed + length
-            kept = self.world.accepted(self.world.text.level1, name, at, gamma)
+            kept = self.world.accepted(self.world.text.level1, name, gamma)
             right, wrong, rounds = right + kept, wrong + (kept < gamma), rounds + 1
             length = min(most, length + kept + 1)
         return length, rounds, right, wrong

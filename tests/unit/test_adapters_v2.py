@@ -63,10 +63,6 @@ class Runner:
         raise AssertionError("it makes adapters")
 
 
-def adapters_of(runner):
-    return LevelAdapters(runner)
-
-
 @pytest.fixture
 def runner():
     made = Runner()
@@ -76,7 +72,7 @@ def runner():
 
 
 def test_every_token_has_its_requests_adapter_and_padding_none(runner):
-    adapters = adapters_of(runner)
+    adapters = LevelAdapters(runner)
     assert adapters.has_any(["0", "1"]) and not adapters.has_any(["1"])
     adapters.begin_proposal(["2", "1", "0"], num_rows=4, query_len=3)
     rows = (5,) * 3 + (0,) * 3 + (2,) * 3
@@ -85,7 +81,7 @@ def test_every_token_has_its_requests_adapter_and_padding_none(runner):
 
 def test_adapters_loaded_in_place_load_once_a_step(runner):
     runner.add("3", 3, 1, load_inplace=True)
-    adapters_of(runner).begin_proposal(["3", "0"], num_rows=2, query_len=1)
+    LevelAdapters(runner).begin_proposal(["3", "0"], num_rows=2, query_len=1)
     assert runner.told == [((1, 2), (1, 2), {2})]
 
 
@@ -93,7 +89,7 @@ def test_a_request_that_has_left_leaves_no_adapter_to_its_place(runner):
     """vLLM keeps the number of a place's former owner in its tensors."""
     runner.lora_state.remove_request("0")
     assert runner.lora_state.lora_ids[0] == 2
-    adapters = adapters_of(runner)
+    adapters = LevelAdapters(runner)
     assert not adapters.has_any(["0"])
     runner.add("9", 0, 0)
     assert not adapters.has_any(["9"])
@@ -101,7 +97,7 @@ def test_a_request_that_has_left_leaves_no_adapter_to_its_place(runner):
 
 def test_plain_batches_pay_nothing(runner):
     """Telling vLLM again that there are no adapters would wait for the device."""
-    adapters = adapters_of(runner)
+    adapters = LevelAdapters(runner)
     adapters.begin_proposal(["1"], 1, 3)
     assert runner.told == [((0,) * 3, (0,) * 3, set())], "nothing is known before the first step"
     runner.step("1")
@@ -117,7 +113,7 @@ def test_each_row_of_logits_has_its_requests_adapter(runner):
     names, states, tokens = ["2", "0", "1"], np.array([2, 0, 1]), np.array([3, 4, 2])
     wrong, *_ = runner.lora_state.make_lora_inputs(names, states, tokens)
     assert wrong == (5, 2, 0), "vLLM counts them itself: delete CountedLoraState"
-    adapters = adapters_of(runner)
+    adapters = LevelAdapters(runner)
     adapters.begin_step({"2": [7, 8], "1": [9]})
     by_logits, by_token, active = runner.lora_state.make_lora_inputs(names, states, tokens)
     assert by_logits == (5, 5, 5, 2, 0, 0)
@@ -128,7 +124,7 @@ def test_each_row_of_logits_has_its_requests_adapter(runner):
 
 
 def test_trials_have_adapters_that_are_made_once(runner):
-    adapters = adapters_of(runner)
+    adapters = LevelAdapters(runner)
     with adapters.with_dummy_adapters():
         with runner.maybe_dummy_run_with_lora(
             runner.lora_config,
@@ -177,7 +173,7 @@ def captured(runner, monkeypatch):
 
 
 def test_each_size_is_captured_without_and_with_adapters(runner, captured):
-    level2, replayed = captured(adapters_of(runner))
+    level2, replayed = captured(LevelAdapters(runner))
     kinds = [(max(tokens), len(tokens)) for _, tokens, _ in runner.told]
     assert kinds == [(n, 3 * rows) for rows in (4, 2, 1) for n in (MAX_LORAS, 0)]
     for first, rows in product(("1", "0"), (1, 2, 3, 4)):
@@ -214,7 +210,7 @@ def test_a_graph_has_room_for_any_mix_of_adapters(runner, num_rows):
         meta.prepare_tensors(torch.tensor(by_token) - 1)
         return int(meta.num_active_loras_cpu)
 
-    adapters_of(runner).begin_capture(MAX_LORAS + 1, num_rows, 2)
+    LevelAdapters(runner).begin_capture(MAX_LORAS + 1, num_rows, 2)
     room = num_active(runner.told.pop()[1])
     for rows in product(range(MAX_LORAS + 1), repeat=num_rows):
         assert num_active(tuple(np.repeat(rows, 2))) <= room

@@ -73,10 +73,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_named_and_harmless(fault):
+@pytest.mark.parametrize("tokens, probs, planned", FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_found_named_and_harmless(tokens, probs, planned):
     """Its tokens are verified as certain ones, which is right for any token."""
-    tokens, probs, planned = FAULTS[fault]
     with pytest.raises(ContractViolation, match="request bad"):
         DraftProbsStore(check=Check.RAISE).export_proposal("bad", tokens, probs, planned)
     found = []
@@ -109,11 +108,9 @@ def test_a_proposal_keeps_its_own_distributions_alone():
     verified = verify(drafts, None, logits, SamplingRows(torch.ones(3)), noise)
     for row, tokens in enumerate(verified.token_ids):
         proposal.extend(row, tokens, verified.probs[row])
-        storages = {
-            p.untyped_storage().data_ptr(): p.untyped_storage() for p in proposal.probs[row]
-        }
-        num_bytes = sum(storage.nbytes() for storage in storages.values())
-        assert num_bytes == 4 * VOCAB * len(tokens)
+        storages = [probs.untyped_storage() for probs in proposal.probs[row]]
+        num_bytes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        assert sum(num_bytes.values()) == 4 * VOCAB * len(tokens)
 
 
 @pytest.mark.parametrize("has_nan", [False, True])

@@ -10,14 +10,6 @@ from vllm_triforce.config import ResolvedConfig, TriForceConfig
 from vllm_triforce.config.budget import RetrievalBudget
 
 
-def test_defaults_resolve_on_usual_block_sizes():
-    for block_size in (16, 32, 64, 128):
-        config = TriForceConfig().resolve(block_size)
-        assert config.block_size == block_size
-        assert config.retrieval_recent_tokens == 128
-        assert config.min_context == 2 * config.retrieval_budget == 8192
-
-
 def test_is_frozen_and_survives_json():
     config = TriForceConfig(gamma=3).resolve(32)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -184,24 +176,16 @@ def test_sources_that_do_not_fit(model, keys, named):
 
 
 @pytest.mark.parametrize(
-    "keys, block_size, named",
+    "keys, named",
     [
-        (
-            {"retrieval_budget": 1000},
-            32,
-            ["retrieval_budget=1000", "KV block (32 tokens)", "use 1024"],
-        ),
-        ({"retrieval_recent_tokens": 100}, 32, ["retrieval_recent_tokens=100", "use 128"]),
-        (
-            {"retrieval_budget": 64},
-            32,
-            ["retrieval_budget=64", "KV block (32 tokens)", "at least 96"],
-        ),
+        ({"retrieval_budget": 1000}, ["retrieval_budget=1000", "KV block (32 tokens)", "use 1024"]),
+        ({"retrieval_recent_tokens": 100}, ["retrieval_recent_tokens=100", "use 128"]),
+        ({"retrieval_budget": 64}, ["retrieval_budget=64", "KV block (32 tokens)", "at least 96"]),
     ],
 )
-def test_sizes_that_do_not_fit_the_block(keys, block_size, named):
+def test_sizes_that_do_not_fit_the_block(keys, named):
     with refused(*named):
-        TriForceConfig(**keys).resolve(block_size, is_exact=True)
+        TriForceConfig(**keys).resolve(32, is_exact=True)
 
 
 @pytest.mark.parametrize(
@@ -223,14 +207,15 @@ def test_a_budget_is_rounded_up_to_whole_blocks(keys, block_size, budget, recent
     assert config.budget == RetrievalBudget(blocks, blocks, recent // block_size)
 
 
-@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_by_default_the_budget_is_a_share_of_the_context(block_size):
     config = TriForceConfig().resolve(block_size)
+    assert config.block_size == block_size
     contexts = [100, 512, 4096, 4096 + 8 * block_size, 16384, 32768, 100_000]
     budgets = [512, 512, 512, 512 + block_size, 2048, 4096, 4096]
     assert [config.budget_of(context) for context in contexts] == budgets
     assert config.retrieval_recent_tokens == 128
-    assert config.min_context == 8192
+    assert config.min_context == 2 * config.retrieval_budget == 8192
     assert config.table_width * block_size > 4096
 
 

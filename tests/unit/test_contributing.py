@@ -10,6 +10,7 @@ from tests import child
 from tests.models import ROOT
 
 pytestmark = pytest.mark.slow
+NO_CACHE = ("-p", "no:cacheprovider")
 
 POLICY = '''
 """Oldest: the chunks that come first."""
@@ -96,14 +97,7 @@ def test_a_policy_is_one_file(copy):
     run(copy, "-c", asked.format("oldest"))
     lab = "from vllm_triforce_bench.lab.policies import POLICIES as P; print(*P.values())"
     assert "OldestPolicy" in run(copy, "-c", lab)
-    tests = [
-        "tests/unit/test_selection.py",
-        "tests/bench/test_lab.py",
-        "-k",
-        "oldest",
-        "-p",
-        "no:cacheprovider",
-    ]
+    tests = ("tests/unit/test_selection.py", "tests/bench/test_lab.py", "-k", "oldest", *NO_CACHE)
     assert re.search(r"\b(1\d|2\d) passed", run(copy, "-m", "pytest", "-v", *tests))
     file = copy / "vllm_triforce" / "selection" / "oldest.py"
     misnamed = file.rename(file.with_name("eldest.py"))
@@ -114,7 +108,6 @@ def test_a_policy_is_one_file(copy):
         run(copy, "-c", asked.format("oldest"))
 
 
-NO_CACHE = ("-p", "no:cacheprovider")
 ON_HOST, ON_DEVICE = "tests/parity/test_host.py", "tests/parity/test_device.py"
 
 

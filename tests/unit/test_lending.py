@@ -44,9 +44,14 @@ def test_a_plain_token_in_a_lent_block_keeps_its_place():
     assert "a" not in output.scheduled_spec_decode_tokens
 
 
-def test_a_cached_prompt_waits_for_no_room_for_drafts():
+@pytest.fixture
+def hasher():
+    """Return what vLLM names the blocks of a prompt by, for prefix caching."""
     init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
+    return get_request_block_hasher(BLOCK, sha256)
+
+
+def test_a_cached_prompt_waits_for_no_room_for_drafts(hasher):
     its = scheduler(13, prefix_caching=True)
     add(its, "a", [5] * 161, hasher=hasher)
     step(its)
@@ -159,22 +164,14 @@ def test_drafts_of_a_seeded_request_are_cut_for_no_prompt():
         assert step(its).num_scheduled_tokens == {"a": 33, "late": read}
 
 
-def cached_prompts(num_blocks: int):
-    """Make a scheduler with a request that drafts, and a hasher for cached prompts."""
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    its = scheduler(num_blocks, prefix_caching=True)
+def test_a_prompt_that_waits_for_blocks_is_looked_up_once_a_step(monkeypatch, hasher):
+    """It is cached, but for its end, and the lookup takes long."""
+    its = scheduler(20, prefix_caching=True)
     its.kv_cache_manager.enable_kv_cache_events = True
     add(its, "first", [5] * 161, hasher=hasher)
     step(its, token=STOP)
     add(its, "a", [6] * 100, hasher=hasher)
     step(its)
-    return its, hasher
-
-
-def test_a_prompt_that_waits_for_blocks_is_looked_up_once_a_step(monkeypatch):
-    """It is cached, but for its end, and the lookup takes long."""
-    its, hasher = cached_prompts(20)
     looks, told = [], []
     coordinator = its.kv_cache_manager.coordinator
     find = coordinator.find_longest_cache_hit

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests import child
@@ -22,6 +22,7 @@ from vllm_triforce import plugin, vllm_patches
 from vllm_triforce.config import checks
 from vllm_triforce.config.keys import is_supported
 from vllm_triforce.plugin import _AfterImport, register
+from vllm_triforce.vllm_patches import PATCHES
 from vllm_triforce.vllm_patches.cli_args import is_refusal, print_refusals_alone, refusing
 from vllm_triforce.vllm_patches.patch import Patch
 
@@ -124,16 +125,7 @@ assert everything() == before
 
 def test_a_vllm_without_a_wrapped_name_is_left_alone():
     """Each process says so once, and goes on."""
-    names = [
-        "EngineArgs.add_cli_args",
-        "EngineArgs.from_cli_args",
-        "EngineArgs.create_engine_config",
-        "EngineArgs.create_speculative_config",
-        "SamplingParams._validate_spec_decode",
-        "SpeculativeConfig.max_num_new_slots_for_drafting",
-        "Scheduler.update_from_output",
-        "StatLoggerManager.record",
-    ]
+    names = [p.name for p in PATCHES if p.owner != "EngineCore" and p.attribute != "__init__"]
     env = {**os.environ, "VLLM_LOGGING_LEVEL": "WARNING"}
     done = child.run(sys.executable, "-c", _ANOTHER_VLLM, *names, env=env)
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "leaves this" in line]
@@ -275,16 +267,6 @@ def test_the_flag_is_no_argument_of_scripts_that_do_not_give_it(gqa_pair):
     assert EngineArgs.add_cli_args(parser).parse_args([]).speculative_model == "theirs"
 
 
-def test_flag_alone_and_with_settings(gqa_pair):
-    def parse(*flags: str):
-        return parsed(gqa_pair["target"], *flags)
-
-    assert parse(*TRIFORCE).speculative_config == {"method": "triforce"}
-    args = parse("--speculative-config", '{"gamma": 3}', *TRIFORCE).speculative_config
-    assert args == {"method": "triforce", "gamma": 3}
-    assert parse().speculative_config is None
-
-
 @pytest.mark.parametrize("asked", [TRIFORCE, ("--spec-method", "triforce"), ()])
 def test_vllms_own_flags(gqa_pair, asked):
     flags = ["--spec-model", gqa_pair["draft"], "--spec-tokens", "7", "--skip-tokenizer-init"]
@@ -372,23 +354,6 @@ def test_flag_reaches_api_servers_of_their_own(gqa_pair):
     assert EngineArgs.from_cli_args(sent).speculative_config == {"method": "triforce", "gamma": 3}
 
 
-def test_config_becomes_a_stock_one_plus_ours(gqa_pair):
-    keys = triforce(**{"model": gqa_pair["draft"], "num-speculative-tokens": 5})
-    config = engine_config(gqa_pair["target"], keys, max_model_len=8192)
-    stock = config.speculative_config
-    assert (stock.method, stock.num_speculative_tokens) == ("draft_model", 5)
-    assert stock.draft_sample_method == "probabilistic"
-    # Not the draft's 1,024: its window has positions of its own.
-    assert stock.draft_model_config.max_model_len == 8192
-    assert config.cache_config.block_size == 32
-    assert config.num_lookahead_tokens == 5
-    assert config.parallel_config.worker_cls.endswith("TriForceCPUWorker")
-    ours = config.additional_config["triforce"]
-    assert ours["draft_model"] == gqa_pair["draft"]
-    assert ours["retrieval_recent_tokens"] == 128
-    json.dumps(ours)
-
-
 def test_an_empty_name_is_no_draft_model(gqa_pair):
     ours = engine_config(gqa_pair["target"], triforce(model="")).additional_config["triforce"]
     assert (ours["draft_model"], ours["draft_sources"]) == (None, "prompt_lookup")
@@ -473,10 +438,13 @@ def test_a_budget_that_does_not_fit_is_rounded_up_and_said(gqa_pair, logged, giv
         assert f"={given} " in text and "128 tokens" in text and f"is {used}" in text
 
 
-def test_block_size_that_the_user_chose_is_kept(gqa_pair):
-    config = engine_config(gqa_pair["target"], triforce(), block_size=64)
-    assert config.cache_config.block_size == 64
-    assert config.additional_config["triforce"]["block_size"] == 64
+@pytest.mark.parametrize("given, used", [(None, 32), (64, 64)])
+def test_block_size_that_the_user_chose_is_kept(gqa_pair, given, used):
+    keys = triforce(**{"num-speculative-tokens": 5})
+    config = engine_config(gqa_pair["target"], keys, block_size=given)
+    assert config.cache_config.block_size == used
+    assert config.additional_config["triforce"]["block_size"] == used
+    assert config.num_lookahead_tokens == 5
 
 
 def test_engine_args_can_be_used_twice(gqa_pair):
@@ -495,6 +463,7 @@ def test_engine_args_can_be_used_twice(gqa_pair):
         ({"model": "/no/such/draft"}, {}, ["'/no/such/draft'", "config.json", "prompt lookup"]),
         ({"model": "nobody/no-such-draft"}, {}, ["'nobody/no-such-draft'", "cannot be read"]),
         ({"model": 3}, {}, ["model=3"]),
+        ({"model": "DRAFT", "num_recent_tokens": 2000}, {}, ["num_recent_tokens=2000", "1024"]),
         ({"revision": "main"}, {}, ["revision", "no 'model'"]),
         ({}, {"pipeline_parallel_size": 2}, ["pipeline_parallel_size=2", "tensor parallelism"]),
         ({}, {"worker_cls": "my.Worker"}, ["'my.Worker'", "--worker-cls"]),
@@ -516,6 +485,8 @@ def test_engine_args_can_be_used_twice(gqa_pair):
     ],
 )
 def test_bad_input_is_refused_before_weights_load(gqa_pair, keys, kwargs, named):
+    if keys.get("model") == "DRAFT":
+        keys = keys | {"model": gqa_pair["draft"]}
     with refused(*named):
         engine_config(gqa_pair["target"], triforce(**keys), **kwargs)
 
@@ -553,12 +524,6 @@ def test_a_pinned_draft_is_read_at_its_revision_only(gqa_pair, monkeypatch, pins
     engine_config(gqa_pair["target"], triforce(model=gqa_pair["draft"], **pins))
     assert len(read) >= 3  # twice by us, then by vLLM
     assert set(read) == {(pins.get("revision"), pins.get("code_revision"))}
-
-
-def test_window_larger_than_the_drafts_positions(gqa_pair):
-    keys = triforce(model=gqa_pair["draft"], num_recent_tokens=2000)
-    with pytest.raises(ValueError, match=r"num_recent_tokens=2000.*1024"):
-        engine_config(gqa_pair["target"], keys)
 
 
 def _config_only(folder, **config) -> str:
@@ -637,11 +602,3 @@ def test_level_2_steps_aside(tmp_path, logged, architecture, config, reason):
 )
 def test_versions(version, supported):
     assert is_supported(version) == supported
-
-
-def test_async_engine_args_are_understood(gqa_pair):
-    """They are a subclass with methods of other signatures."""
-    args = AsyncEngineArgs(
-        gqa_pair["target"], speculative_config=triforce(), skip_tokenizer_init=True
-    )
-    assert args.create_engine_config().additional_config["triforce"]["gamma"] == 2

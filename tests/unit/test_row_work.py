@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -19,18 +20,13 @@ CAPTURED, PRESENT = SamplingV2(False, has_masks=True, has_processors=True), Samp
 class Pass:
     """A model's pass that notes when it is captured within another graph."""
 
-    def __init__(self) -> None:
-        from contextlib import contextmanager
+    is_within_capture = False
 
+    @contextmanager
+    def within_capture(self):
+        self.is_within_capture = True
+        yield
         self.is_within_capture = False
-
-        @contextmanager
-        def within_capture():
-            self.is_within_capture = True
-            yield
-            self.is_within_capture = False
-
-        self.within_capture = within_capture
 
 
 @pytest.fixture
