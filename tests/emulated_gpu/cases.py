@@ -27,7 +27,7 @@ class Case:
         graphs: whether decode passes are (stand-ins for) CUDA graphs.
         offload: whether the KV cache lies in host memory, of stock vLLM's on the device.
         is_single: True if one request at a time is speculated on (``max_speculating_seqs=1``).
-        windows: whether every other layer of the target has a sliding window.
+        windows: whether every other layer of the target has a sliding window, and all have sinks.
         copies: whether level 2 is a copy of the target, in bfloat16 of float32.
     """
 
@@ -58,7 +58,7 @@ class Case:
         """Kind of the target (``requests.py``)."""
         if self.backend == MLA:
             return "deepseek-v2"
-        return "gemma3" if self.windows else "llama"
+        return "granite-windows" if self.windows else "llama"
 
     @property
     def reference(self) -> "Case":

@@ -11,8 +11,9 @@ def attention(
     seq_lens: list[int],
     num_kv_heads: int,
     gather,  # (request, KV head) -> keys and values, [seq_len, head_dim]
+    sinks: torch.Tensor | None = None,  # [num_heads]
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-    """Compute causal attention in float32."""
+    """Compute causal attention in float32, each head's sink a key without a value."""
     output, (_, num_heads, head_dim), start = torch.zeros_like(query), query.shape, 0
     for request, (count, length) in enumerate(zip(query_lens, seq_lens)):
         own = slice(start, start := start + count)
@@ -21,7 +22,10 @@ def attention(
         for head in range(num_heads):
             key, value = gather(request, head // (num_heads // num_kv_heads))
             scores = query[own, head].float() @ key.float().T * head_dim**-0.5
-            probs = scores.masked_fill(later, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(later, -torch.inf)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].float().expand(count, 1)], 1)
+            probs = scores.softmax(-1)[:, :length]
             output[own, head] = (probs @ value.float()).to(output.dtype)
     return output
 

@@ -19,6 +19,7 @@ from vllm_triforce.attention.gpu.paged_kernels import (
     FlashAttention,
     SparseSequences,
     UniformStarts,
+    give_sinks_their_share,
     triton_attention,
 )
 from vllm_triforce.attention.gpu.retrieval import GPURetrievalAttention
@@ -63,6 +64,7 @@ class Case:
             logits_soft_cap=0,
             kv_cache_dtype="auto",
             vllm_flash_attn_version=FLASH_VERSION,
+            sinks=None,
         )
         one = torch.ones(1, device=DEVICE)
         self.layer = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
@@ -89,7 +91,7 @@ class Case:
     def vllm_layer(self) -> SimpleNamespace:
         """Make a layer as vLLM does under TRITON_ATTN."""
         impl = object.__new__(TritonAttentionImpl)
-        plain = dict.fromkeys(("alibi_slopes", "sinks", "kv_sharing_target_layer_name"))
+        plain = dict.fromkeys(("alibi_slopes", "kv_sharing_target_layer_name"))
         impl.__dict__.update(vars(self.impl), **plain)
         sizes = {name: vars(impl)[name] for name in ("num_heads", "num_kv_heads", "head_size")}
         return SimpleNamespace(
@@ -114,7 +116,8 @@ class Case:
 
     def expected(self) -> torch.Tensor:
         lens = [self.query_len] * 3
-        return attention(self.query, lens, SEQ_LENS, self.impl.num_kv_heads, self.gathered)
+        heads, sinks = self.impl.num_kv_heads, self.impl.sinks
+        return attention(self.query, lens, SEQ_LENS, heads, self.gathered, sinks)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -132,6 +135,31 @@ class Case:
 def test_sparse_attention(kernel, layout, group, kv_heads, dim, block_size, query_len):
     case = Case(layout, group, kv_heads, dim, block_size, query_len)
     torch.testing.assert_close(case.attend(kernel), case.expected(), **TOLERANCE)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("group", "kv_heads", "query_len"), [(4, 2, 3), (1, 3, 1), (8, 2, 2)])
+def test_each_head_has_its_attention_sink(kernel, group, kv_heads, query_len):
+    case = Case("head-major", group, kv_heads, 64, 16, query_len)
+    plain = case.expected()
+    case.impl.sinks = torch.randn(kv_heads * group).mul(3).to(DTYPE).to(DEVICE)
+    expected = case.expected()
+    assert (expected - plain).abs().max() > 0.1
+    torch.testing.assert_close(case.attend(kernel), expected, **TOLERANCE)
+
+
+def test_sinks_get_their_share_after_the_attention():
+    """As with FlashAttention, from the sums of exponentials that it returns."""
+    rows, heads, length, group, dim, keys = 2, 3, 2, 4, 8, 5
+    scores = torch.randn(rows, heads, length, group, keys)
+    values, sinks = torch.randn(rows, heads, keys, dim), torch.randn(heads * group) * 2
+    lse = scores.logsumexp(-1).flatten(0, 2).T.contiguous()
+    output = torch.einsum("rhlgk,rhkd->rhlgd", scores.softmax(-1), values).flatten(0, 2)
+    give_sinks_their_share(output, lse, sinks, length)
+    with_sinks = torch.cat([scores, sinks.view(heads, 1, group, 1).expand_as(scores[..., :1])], -1)
+    probs = with_sinks.softmax(-1)[..., :keys]
+    expected = torch.einsum("rhlgk,rhkd->rhlgd", probs, values).flatten(0, 2)
+    torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.parametrize("layout", ["head-major", "token-major"])

@@ -555,6 +555,7 @@ def _windows() -> list[Case]:
         "gemma4": "Layers that differ in the length of their heads, so that vLLM doubles KV blocks "
         "of some, and layers that read another layer's KV cache{}.",
         "mimo-v2": "Layers with a window that have attention sinks and twice the KV heads{}.",
+        "granite-windows": "Attention sinks in every layer, of which every other has a window{}.",
     }
     return [
         *(

@@ -55,6 +55,7 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
     mimo = make_mimo(folder / "mimo", **of_eight_shape)
     twelve = joint.make_models(folder)
     gemma3 = make_architecture(folder / "gemma3", "gemma3")
+    granite = make_architecture(folder / "granite", "granite-windows")
     bloom = make_architecture(folder / "bloom", "bloom")
     windows = make_architecture(
         folder / "windows", "mistral", vocab_size=8, sliding_window=64, initializer_range=0.25
@@ -96,6 +97,7 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
         "windows": Model(windows, "", _random(8, least=0)),
         "gemma4": Model(gemma4, "", _random(4000)),
         "mimo-v2": Model(mimo_v2, "", _random(4000)),
+        "granite-windows": Model(granite, "", _random(4000)),
         "eight": Model(
             eight,
             draft_of_eight,

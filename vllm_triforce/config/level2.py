@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from vllm_triforce.config.check_draft import has_alibi, has_sinks
+from vllm_triforce.config.check_draft import has_alibi
 from vllm_triforce.config.keys import KEYS
 from vllm_triforce.config.triforce_config import TriForceConfig
 
@@ -171,7 +171,7 @@ def _shape(model_config) -> dict[str, Any]:
     }
 
 
-def why_no_level2(model_config, is_cpu: bool) -> str | None:
+def why_no_level2(model_config) -> str | None:
     """Return why level 2 takes no part in speculating for a target; None if it does."""
     if has_recurrent_layers(model_config):
         return "its linear-attention or state-space layers keep no KV cache to retrieve from"
@@ -181,8 +181,6 @@ def why_no_level2(model_config, is_cpu: bool) -> str | None:
         return "layers with ALiBi stay dense, and it has no others"
     if (window := _window_of_all_layers(model_config)) is not None:
         return f"each of its layers has a window of {window} tokens, with nothing beyond it to read"
-    if not is_cpu and has_sinks(model_config):
-        return "level 2's attention on GPUs has no attention sinks yet"
     text_config = model_config.hf_text_config
     if text_config.model_type.startswith("mimo_v2"):
         # With two lengths vLLM takes a DIFFKV backend for the full attention (``MiMoV2Attention``).
@@ -208,12 +206,12 @@ def _window_of_all_layers(model_config) -> int | None:
     return model_config.get_sliding_window()
 
 
-def fit_levels(config: TriForceConfig, model_config, is_cpu: bool) -> TriForceConfig:
+def fit_levels(config: TriForceConfig, model_config) -> TriForceConfig:
     """Leave level 2 out of the keys that a user gave, if it takes no part with the target.
 
     A key that asks for level 2 all the same is refused.
     """
-    reason = why_no_level2(model_config, is_cpu)
+    reason = why_no_level2(model_config)
     if reason is None:
         return config
     given = {n: v for n in _LEVEL2_KEYS if (v := getattr(config, n)) != KEYS[n][0].default}

@@ -91,7 +91,7 @@ def _split(engine_args, target_model_config=None) -> tuple[TriForceConfig, dict[
     config = TriForceConfig.from_speculative_config(keys)
     check_synthetic(method, draft.get(RATES_KEY), config.synthetic_level1_acceptance)
     if target_model_config is not None:
-        config = fit_levels(config, target_model_config, checks.is_cpu())
+        config = fit_levels(config, target_model_config)
     # On Model Runner V2 the controller runs in our scheduler.
     can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
     model, is_head = draft.get("model"), False
@@ -216,7 +216,7 @@ def _create(original, engine_args, target_model_config, target_parallel_config):
     return speculative_config
 
 
-def _unchanged(hf_config):
+def _unchanged(hf_config, *args, **kwargs):
     """Return a draft's config as it is; at the top, since vLLM pickles it with the config."""
     return hf_config
 
@@ -249,7 +249,7 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     """Check target and draft, and replace our keys by those of a stock ``SpeculativeConfig``."""
     checks.check_target(target_model_config, target_parallel_config)
     config, draft = _split(engine_args, target_model_config)
-    if why_no_level2(target_model_config, checks.is_cpu()) is None:
+    if why_no_level2(target_model_config) is None:
         # Use the defaults that were filled in before vLLM filled in its own.
         config = _read_kept(engine_args.additional_config)[0]
     else:
@@ -327,7 +327,7 @@ def _finish_config(vllm_config):
             resolved.selection,
             "takes no part" if drafts_alone else f"drafts from {', '.join(resolved.sources)}",
         )
-    elif reason := why_no_level2(vllm_config.model_config, checks.is_cpu()):
+    elif reason := why_no_level2(vllm_config.model_config):
         sources = ", ".join(resolved.sources)
         logger.info("TriForce drafts from %s. Level 2 takes no part: %s.", sources, reason)
     return vllm_config

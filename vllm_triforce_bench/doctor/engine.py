@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from logging.handlers import MemoryHandler
 from typing import Any
 
-from vllm_triforce.config.checks import is_cpu
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.level2 import why_no_level2
 from vllm_triforce_bench.options import BadInput
@@ -104,7 +103,7 @@ def _settings_of(vllm_config) -> dict[str, Any]:
         "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
         "draft": settings.pop("draft_model"),
         "is_plain": settings["levels"] == "3",
-        "no_level2": why_no_level2(vllm_config.model_config, is_cpu()),
+        "no_level2": why_no_level2(vllm_config.model_config),
         "settings": settings,
         "chosen_while_running": settings["adaptive_keys"],
     }

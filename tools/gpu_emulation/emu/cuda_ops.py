@@ -226,7 +226,7 @@ def flash_attention_3(
 ):
     unsupported = dict(
         k_new=k_new, v_new=v_new, q_v=q_v, cu_seqlens_k_new=cu_seqlens_k_new, seqused_q=seqused_q,
-        kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos, s_aux=s_aux,
+        kv_batch_idx=kv_batch_idx, leftpad_k=leftpad_k, rotary_cos=rotary_cos,
         cp_tot_seqused_k=cp_tot_seqused_k,
     )  # fmt: skip
     if given := [name for name, value in unsupported.items() if value is not None]:
@@ -258,12 +258,13 @@ def flash_attention_3(
                 window_size_left,
                 window_size_right,
                 softcap,
+                s_aux,
             )
     unused = torch.empty(0)
     return [out, lse, unused, unused]
 
 
-def _attention(q, k, v, scale, is_causal, window_left, window_right, softcap):
+def _attention(q, k, v, scale, is_causal, window_left, window_right, softcap, sinks=None):
     """Attend over one sequence.
 
     Returns:
@@ -285,6 +286,8 @@ def _attention(q, k, v, scale, is_causal, window_left, window_right, softcap):
     if window_left >= 0:
         scores.masked_fill_(distance < -window_left, float("-inf"))
     lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float()[:, None])
     weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num(
         0.0
     )  # a query that sees no key gives zero

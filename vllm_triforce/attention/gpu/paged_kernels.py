@@ -4,7 +4,7 @@ They are called directly rather than through a backend's metadata. The arguments
 when its CUDA graph is captured: lengths and block tables on the device, upper bounds on the host.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -86,12 +86,33 @@ class FlashAttention:
             if key not in sequences.schedules:
                 sequences.schedules[key] = _schedule(arguments, window)
             arguments["scheduler_metadata"] = sequences.schedules[key]
-        flash_attn_varlen_func(
+        sinks = impl.sinks
+        found = flash_attn_varlen_func(
             **arguments,
             window_size=list(window),
             q_descale=layer._q_scale.expand(descale) if query.dtype.itemsize == 1 else None,
+            return_softmax_lse=sinks is not None,
             fa_version=self.version,
         )
+        if sinks is not None:
+            give_sinks_their_share(output, found[1], sinks, sequences.max_query_len)
+
+
+def give_sinks_their_share(
+    output: torch.Tensor,  # [num_rows * num_kv_heads * query_len, group, head_dim], written
+    lse: torch.Tensor,  # [group, num_rows * num_kv_heads * query_len], float32
+    sinks: torch.Tensor,  # [num_heads]
+    query_len: int,
+) -> None:
+    """Add attention sinks to the softmax of one-head sequences, after the attention.
+
+    The kernels take the same sinks for all sequences, but here these are of different heads. With a
+    sink ``s`` the sum of exponentials is ``exp(lse) + exp(s)`` in the place of ``exp(lse)``.
+    """
+    group = output.shape[1]
+    by_head = sinks.float().view(-1, 1, group)  # [num_kv_heads, 1, group]
+    shares = torch.sigmoid(lse.T.reshape(-1, len(by_head), query_len, group) - by_head)
+    output.mul_(shares.view(-1, group, 1))
 
 
 def _schedule(arguments: dict[str, Any], window: tuple[int, int]) -> torch.Tensor:
@@ -120,7 +141,32 @@ def _schedule(arguments: dict[str, Any], window: tuple[int, int]) -> torch.Tenso
 
 
 def triton_attention(layer, impl, query, key_cache, value_cache, sequences, output) -> None:
-    """Run vLLM's Triton kernel: any GPU, any precision, fp8 KV caches included."""
+    """Run vLLM's Triton kernel: any GPU, any precision, fp8 KV caches included.
+
+    With attention sinks, which differ by head, the sequences of one KV head are a launch.
+    """
+    if impl.sinks is None:
+        _launch_triton(layer, impl, query, key_cache, value_cache, sequences, output)
+        return
+    heads, length = impl.num_kv_heads, sequences.max_query_len
+    shape = (-1, heads, length, *query.shape[1:])
+    queries, outputs = query.view(shape), output.view(shape)
+    for head, sinks in enumerate(impl.sinks.view(heads, -1)):
+        of_head = replace(
+            sequences,
+            query_start_loc=sequences.query_start_loc[: len(queries) + 1],
+            seq_lens=sequences.seq_lens[head::heads].contiguous(),
+            block_table=sequences.block_table[head::heads],
+        )
+        own = queries[:, head].flatten(0, 1)
+        result = torch.empty_like(own, dtype=output.dtype)
+        _launch_triton(layer, impl, own, key_cache, value_cache, of_head, result, sinks)
+        outputs[:, head] = result.view_as(outputs[:, head])
+
+
+def _launch_triton(
+    layer, impl, query, key_cache, value_cache, sequences, output, sinks=None
+) -> None:
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
@@ -129,6 +175,7 @@ def triton_attention(layer, impl, query, key_cache, value_cache, sequences, outp
         window_size=_window(impl),
         q_descale=layer._q_scale if query.dtype.itemsize == 1 else None,
         kv_quant_mode=get_kv_quant_mode(impl.kv_cache_dtype),
+        sinks=sinks,
     )
 
 

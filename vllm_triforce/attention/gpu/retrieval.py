@@ -32,7 +32,6 @@ class GPURetrievalAttention(RetrievalAttention):
             backend_of(impl) is not None
             and tuple(impl.sliding_window) == (-1, -1)
             and impl.alibi_slopes is None
-            and impl.sinks is None
             and impl.kv_sharing_target_layer_name is None
             and getattr(impl, "chunk_lookback", -1) == -1
             and impl.kv_cache_dtype in _KV_CACHE_DTYPES
