@@ -1,9 +1,33 @@
 """The distribution that a request asks for, as vLLM documents it, written to be read."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
 import torch
+
+from tests.models import with_adapter
+
+
+@functools.cache
+def _target(folder: str, adapter: str | None) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).double()
+    return model if adapter is None else with_adapter(model, adapter)
+
+
+@torch.no_grad()
+def target_logits(
+    target: str, prompt: Sequence[int], new: Sequence[int], adapter: str | None = None
+) -> torch.Tensor:  # [len(new), vocab_size], float64
+    """Compute a target's logits of each new token in transformers.
+
+    Args:
+        adapter: the folder of a LoRA adapter.
+    """
+    token_ids = torch.tensor([[*prompt, *new]])
+    return _target(target, adapter)(token_ids, logits_to_keep=len(new) + 1).logits[0, :-1]
 
 
 def penalized(

@@ -9,13 +9,12 @@ each place is a fair pool of its own, while "the last of a step" would not be on
 """
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass, field
 
 import torch
 
-from tests.asked import only, sampled_from, shaped
+from tests.asked import only, sampled_from, shaped, target_logits
 from tests.calibration import chi_square_tail
 from tests.fuzz.drive import Answer
 from tests.fuzz.models import target_of, token_of_character, tokens_of
@@ -28,20 +27,6 @@ LEAST_TOKENS = 200
 # Of prompts that transformers' model reads again.
 LONGEST_PROMPT = {"pair": 3000, "small": 3000, "mimo": 3000, "smollm2": 600}
 PLACES = ("first", "second", "later")
-
-
-@functools.cache
-def _target(model: str):
-    from transformers import LlamaForCausalLM
-
-    return LlamaForCausalLM.from_pretrained(target_of(model), dtype=torch.float32)
-
-
-@torch.no_grad()
-def target_logits(model: str, prompt: list[int], new: list[int]) -> torch.Tensor:
-    """[len(new), vocab_size], float64."""
-    logits = _target(model)(torch.tensor([prompt + new]), logits_to_keep=len(new) + 1).logits[0]
-    return logits[:-1].double()
 
 
 def asked_for(
@@ -196,7 +181,7 @@ class Distribution:
     ) -> list[str]:
         params, new = request["params"], choice.token_ids
         prompt = tokens_of(model, request["prompt"])
-        logits = target_logits(model, prompt, new)
+        logits = target_logits(target_of(model), prompt, new)
         probs = asked_for(logits, prompt, new, params, END[model])
         tokens = torch.tensor(new)
         found = []

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 import pytest
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.asked import target_logits
 from tests.child import run
-from tests.fuzz.distribution import Distribution, target_logits
+from tests.fuzz.distribution import Distribution
 from tests.fuzz.drive import Answer, Choice, drive
 from tests.fuzz.judge import Judge, Running
-from tests.fuzz.models import tokens_of
+from tests.fuzz.models import target_of, tokens_of
 from tests.models import PAIR
 from tests.parity.disturbing import replaced
 from tests.v2.environment import needs_interpreter, v2_environment
@@ -157,7 +158,7 @@ def test_short_run_on_runner_v2():
 def test_an_excluded_token_is_found():
     """The distribution's own check: a token that top-k leaves out, and one that it does not."""
     prompt = {"kind": "text", "start": 3, "length": 40}
-    logits = target_logits("small", tokens_of("small", prompt), [5])[0]
+    logits = target_logits(target_of("small"), tokens_of("small", prompt), [5])[0]
     best, worst = int(logits.argmax()), int(logits.argmin())
     request = {"prompt": prompt, "params": {"temperature": 1.0, "top_k": 2}, "arrive": 0}
     for token, is_excluded in ((best, False), (worst, True)):

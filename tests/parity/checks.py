@@ -1,23 +1,20 @@
 """What must come out of a case: the same code for both runners.
 
-A check gets the case's job, what was seen, and ``By``, which knows the right answers: stock
-vLLM's own, or an oracle's.
+A check gets the case's job, what was seen, and stock vLLM, whose answers are right.
 """
 
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tests import calibration, joint, reasoning_parser
-from tests.asked import sampled_from, shaped
+from tests.asked import sampled_from, shaped, target_logits
 from tests.calibration import assert_rate
 from tests.outputs import assert_same_outputs
 from tests.parity.cases import ANSWER, Case
-from tests.parity.models import Exact
 from tests.parity.running import Job, Seen
 from tests.parity.stock import Stock, has_one_answer
 
@@ -32,15 +29,7 @@ ACCEPTANCE = (
 LEAST_P_VALUE = 1e-4
 
 
-@dataclass(frozen=True)
-class By:
-    """What is compared with."""
-
-    stock: Stock
-    exact: Exact
-
-
-CHECKS: dict[str, Callable[[Case, Job, Seen, By], None]] = {}
+CHECKS: dict[str, Callable[[Case, Job, Seen, Stock], None]] = {}
 
 
 def check(name: str):
@@ -51,7 +40,7 @@ def check(name: str):
     return registered
 
 
-def check_all(case: Case, job: Job, seen: Seen, by: By) -> None:
+def check_all(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     assert len(seen.batches) == len(job.rounds)
     for batch, requests in zip(seen.batches, job.rounds):
         assert len(batch.outputs) == len(requests)
@@ -66,7 +55,7 @@ def check_all(case: Case, job: Job, seen: Seen, by: By) -> None:
         count = sum(getattr(batch.counted, name) for batch in seen.batches)
         assert count >= least, f"{name} is {count}: nothing was tested"
     for name in case.checks:
-        CHECKS[name](case, job, seen, by)
+        CHECKS[name](case, job, seen, stock)
 
 
 def _check_figures(case: Case, seen: Seen) -> None:
@@ -83,7 +72,7 @@ def _check_figures(case: Case, seen: Seen) -> None:
 
 
 @check("ended inside a run")
-def _ended_inside_a_run(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _ended_inside_a_run(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """Tokens were accepted behind the ends of some requests."""
     outputs = [output.outputs[0] for output in seen.batches[0].outputs]
     made = [1 + sum(n + 1 for n in o.spec_decode_metrics.per_step_accepted) for o in outputs]
@@ -92,14 +81,14 @@ def _ended_inside_a_run(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("stock")
-def _equals_stock(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _equals_stock(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """Tokens, text, reasons, usage and log-probabilities of requests with one right answer."""
     identical = asked = 0
     for number, batch in enumerate(seen.batches):
-        wanted = by.stock.answers(job)[number]
+        wanted = stock.answers(job)[number]
         chosen = [i for i, answer in enumerate(wanted) if answer is not None]
         identical += assert_same_outputs(
-            by.stock.engine(job) if case.ties else None,
+            stock.engine(job) if case.ties else None,
             [wanted[i] for i in chosen],
             [batch.outputs[i] for i in chosen],
         )
@@ -109,14 +98,14 @@ def _equals_stock(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("nothing proposed")
-def _nothing_proposed(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _nothing_proposed(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     for batch in seen.batches:
         assert batch.counted.num_proposals == batch.counted.num_level2_passes == 0
     assert not any(seen.held.values())
 
 
 @check("gate")
-def _gate(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _gate(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """The first round is of short requests, the last of both kinds."""
     first, last = seen.batches[0], seen.batches[-1]
     is_long = [len(prompt) >= case.keys["min_context"] for prompt, _ in job.rounds[-1]]
@@ -128,7 +117,7 @@ def _gate(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("crossed")
-def _crossed(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _crossed(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """The first round ends before the gate, the second goes on behind it."""
     before, behind = seen.batches
     assert before.counted.num_proposals == 0
@@ -136,30 +125,30 @@ def _crossed(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("policy")
-def _policy(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _policy(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     assert seen.policy == case.keys["selection"]
 
 
 @check("always right")
-def _always_right(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _always_right(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     for batch in seen.batches:
         assert batch.counted.num_level2_accepted == batch.counted.num_level2_drafted > 0
 
 
 @check("level 1 always right")
-def _level1_always_right(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _level1_always_right(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     for batch in seen.batches:
         assert batch.counted.num_level1_accepted == batch.counted.num_level1_drafted > 0
 
 
 @check("level 1 for text alone")
-def _level1_for_text_alone(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _level1_for_text_alone(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """The last round has images only."""
     assert seen.batches[-1].counted.num_level1_drafted == 0 < seen.batches[-1].counted.num_proposals
 
 
 @check("nan")
-def _nan(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _nan(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     first, again = seen.batches
     assert first.disturbed["struck"] and first.counted.num_nan_requests == 1
     assert first.disturbed["warned"], "the log says so once"
@@ -178,25 +167,25 @@ def _nan(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("preempted")
-def _preempted(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _preempted(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     assert seen.batches[0].num_preempted > 0
 
 
 @check("reset while running")
-def _reset_while_running(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _reset_while_running(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     (batch,) = seen.batches
     assert batch.disturbed["running"] == [len(job.rounds[0])] * (len(case.disturbance) - 1)
 
 
 @check("nothing kept")
-def _nothing_kept(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _nothing_kept(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """But for the last round's requests, until the next one comes."""
     assert seen.num_blocks_held == 0
     assert max(seen.held.values()) <= len(job.rounds[-1])
 
 
 @check("prefix")
-def _prefix(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _prefix(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """The first request is cold, and again as the second."""
     cold, cached, _ = seen.batches
     (first,) = cold.outputs
@@ -213,7 +202,7 @@ def _prefix(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("read together")
-def _read_together(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _read_together(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """Of the first round, read in one step, all but one find what the first has yet to write."""
     first, *others = seen.batches[0].outputs
     assert first.num_cached_tokens == 0
@@ -225,7 +214,7 @@ def _read_together(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("cut")
-def _cut(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _cut(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """More tokens were sampled than came out: a turn ended inside a run of accepted ones."""
     (batch,) = seen.batches
     emitted = sum(len(output.outputs[0].token_ids) for output in batch.outputs)
@@ -235,18 +224,18 @@ def _cut(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("stopped")
-def _stopped(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _stopped(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     assert seen.batches[0].outputs[0].outputs[0].finish_reason == "stop"
 
 
 @check("ended after min_tokens")
-def _ended_after_min_tokens(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _ended_after_min_tokens(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     for output, (_, params) in zip(seen.batches[0].outputs, job.rounds[0]):
         assert len(output.outputs[0].token_ids) == params["min_tokens"] + 1
 
 
 @check("reasoning ended")
-def _reasoning_ended(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _reasoning_ended(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """All that have a budget: or nothing was tested."""
     for batch, requests in zip(seen.batches, job.rounds):
         for output, (_, params) in zip(batch.outputs, requests):
@@ -255,7 +244,7 @@ def _reasoning_ended(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("grammar from the end of reasoning")
-def _grammar_from_the_end_of_reasoning(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _grammar_from_the_end_of_reasoning(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """Which is inside a run of accepted tokens: or nothing was tested."""
     for batch in seen.batches:
         assert any(reasoning_parser.END in run[:-1] for run in batch.runs)
@@ -265,7 +254,7 @@ def _grammar_from_the_end_of_reasoning(case: Case, job: Job, seen: Seen, by: By)
 
 
 @check("named")
-def _named(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _named(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """Who names tokens gets their log-probabilities ("stock" compares them), nobody else any."""
     for output, (_, params) in zip(seen.batches[0].outputs, job.rounds[0]):
         tables = output.outputs[0].logprobs or []
@@ -275,7 +264,7 @@ def _named(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("limited")
-def _limited(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _limited(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """By each answer's own figures: all, none, and two tokens of a proposal at most."""
     free, off, few = (output.outputs[0].spec_decode_metrics for output in seen.batches[0].outputs)
     assert max(free.per_step_drafted) > 2 and not off.num_draft_tokens
@@ -283,7 +272,7 @@ def _limited(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("obeyed")
-def _obeyed(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _obeyed(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """Sampled requests whose tokens are restricted."""
     restricted = 0
     for output, (_, params) in zip(seen.batches[0].outputs, job.rounds[0]):
@@ -300,7 +289,7 @@ def _obeyed(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("seeded")
-def _seeded(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _seeded(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     first, again = (
         [list(output.outputs[0].token_ids) for output in batch.outputs] for batch in seen.batches
     )
@@ -309,7 +298,7 @@ def _seeded(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("as alone")
-def _as_alone(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _as_alone(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     def by_prompt(batches) -> list:
         return sorted(
             (
@@ -329,9 +318,7 @@ def _as_alone(case: Case, job: Job, seen: Seen, by: By) -> None:
         assert by_prompt([batch]) == alone
 
 
-def p_values(
-    target: str, answered: list[tuple[list[int], dict, list[int]]], exact: Exact
-) -> list[float]:
+def p_values(target: str, answered: list[tuple[list[int], dict, list[int]]]) -> list[float]:
     """Of all sampled tokens together, by each test of ``calibration``.
 
     Args:
@@ -341,7 +328,7 @@ def p_values(
     for prompt, params, new in answered:
         if params.get("temperature", 0) == 0:
             continue
-        logits = exact.logits(target, prompt, new, params.get("adapter"))
+        logits = target_logits(target, prompt, new, params.get("adapter"))
         probs.append(sampled_from(shaped(logits, prompt, new, params), params))
         sampled.append(torch.tensor(new))
     probs, sampled = torch.cat(probs), torch.cat(sampled)
@@ -351,42 +338,42 @@ def p_values(
     return calibration.p_values(probs, sampled)
 
 
-def _p_values(job: Job, seen: Seen, by: By) -> list[float]:
+def _p_values(job: Job, seen: Seen) -> list[float]:
     answered = [
         (prompt, params, list(output.outputs[0].token_ids))
         for batch, requests in zip(seen.batches, job.rounds)
         for output, (prompt, params) in zip(batch.outputs, requests)
     ]
-    return p_values(job.target, answered, by.exact)
+    return p_values(job.target, answered)
 
 
 @check("calibrated")
-def _calibrated(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _calibrated(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """Every token at once, against the target's distribution after the tokens before it. Greedy
     requests beside them: the oracle's best token, wherever two are not as good."""
-    found = _p_values(job, seen, by)
+    found = _p_values(job, seen)
     assert min(found) > LEAST_P_VALUE, found
     for output, (prompt, params) in zip(seen.batches[0].outputs, job.rounds[0]):
         if params.get("temperature", 0) == 0:
             new = list(output.outputs[0].token_ids)
-            logits = by.exact.logits(job.target, prompt, new, params.get("adapter"))
+            logits = target_logits(job.target, prompt, new, params.get("adapter"))
             logits = shaped(logits, prompt, new, params)
             assert bool((logits.amax(-1) - logits[range(len(new)), new] < 1e-4).all())
 
 
 @check("not calibrated")
-def _not_calibrated(case: Case, job: Job, seen: Seen, by: By) -> None:
-    found = _p_values(job, seen, by)
+def _not_calibrated(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
+    found = _p_values(job, seen)
     assert min(found) < LEAST_P_VALUE, found
 
 
 @check("both accepted and rejected")
-def _both_accepted_and_rejected(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _both_accepted_and_rejected(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     assert 0.2 < seen.batches[0].counted.level2_acceptance_rate < 0.8
 
 
 @check("at synthetic rates")
-def _at_synthetic_rates(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _at_synthetic_rates(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     counted = seen.batches[0].counted
     (of_levels,) = case.keys["synthetic_acceptance_rates"]
     of_level1 = case.keys["synthetic_level1_acceptance"]
@@ -399,14 +386,14 @@ def _at_synthetic_rates(case: Case, job: Job, seen: Seen, by: By) -> None:
 
 
 @check("rejected by level 3")
-def _rejected_by_level_3(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _rejected_by_level_3(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     assert 0.05 < seen.batches[0].counted.level2_acceptance_rate < 0.98
 
 
 @check("rejected at both levels")
-def _rejected_at_both_levels(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _rejected_at_both_levels(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """Or nothing was tested."""
-    _rejected_by_level_3(case, job, seen, by)
+    _rejected_by_level_3(case, job, seen, stock)
     assert 0.01 < seen.batches[0].counted.level1_acceptance_rate < 0.98
 
 
@@ -428,11 +415,11 @@ def _joint_p_values(job: Job, seen: Seen) -> list[float]:
 
 
 @check("joint")
-def _joint(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _joint(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     found = _joint_p_values(job, seen)
     assert min(found) > LEAST_P_VALUE, found
 
 
 @check("not joint")
-def _not_joint(case: Case, job: Job, seen: Seen, by: By) -> None:
+def _not_joint(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     assert max(_joint_p_values(job, seen)) < 1e-6

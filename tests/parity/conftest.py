@@ -5,9 +5,8 @@ import pytest
 from tests.images import install
 from tests.models import PAIR
 from tests.parity.cases import CASES
-from tests.parity.checks import By
 from tests.parity.device import Device
-from tests.parity.models import Exact, make_models
+from tests.parity.models import make_models
 from tests.parity.running import make_job
 from tests.parity.stock import Stock
 
@@ -26,19 +25,19 @@ def parity_models(tmp_path_factory, gqa_pair):
 
 
 @pytest.fixture(scope="session")
-def by(engines) -> By:
-    return By(Stock(engines), Exact())
+def stock(engines) -> Stock:
+    return Stock(engines)
 
 
 @pytest.fixture(scope="module")
-def jobs(request, parity_models, by) -> dict:
+def jobs(request, parity_models, stock) -> dict:
     """The selected cases of this file, by name."""
     names = [
         item.callspec.params["name"]
         for item in request.session.items
         if item.path == request.path and not any(item.iter_markers("skip"))
     ]
-    return {name: make_job(CASES[name], parity_models, by.stock) for name in names}
+    return {name: make_job(CASES[name], parity_models, stock) for name in names}
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from tests import joint
 from tests.families import make_family
 from tests.images import make_qwen3_vl
@@ -19,7 +17,6 @@ from tests.models import (
     make_int8,
     make_llama,
     make_mimo,
-    with_adapter,
 )
 
 
@@ -114,28 +111,3 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
 def _random(vocab_size: int, least: int = 3) -> list[int]:
     draw = random.Random(vocab_size)
     return [draw.randrange(least, vocab_size) for _ in range(16000)]
-
-
-class Exact:
-    """A small target in transformers: the oracle for distributions."""
-
-    def __init__(self) -> None:
-        self._models: dict[tuple[str, str | None], object] = {}
-
-    @torch.no_grad()
-    def logits(
-        self, target: str, prompt: list[int], new: list[int], adapter: str | None = None
-    ) -> torch.Tensor:
-        """Of every new token, [num_tokens, vocab_size], float64.
-
-        Args:
-            adapter: the folder of a LoRA adapter.
-        """
-        from transformers import AutoModelForCausalLM
-
-        key = target, adapter
-        if key not in self._models:
-            model = AutoModelForCausalLM.from_pretrained(target).double()
-            self._models[key] = model if adapter is None else with_adapter(model, adapter)
-        logits = self._models[key](torch.tensor([prompt + new])).logits[0]
-        return logits[len(prompt) - 1 : -1]

@@ -11,5 +11,5 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_interpreter]
 
 
 @pytest.mark.parametrize("name", cases_of("device", has_own_settings))
-def test_promise(device, jobs, by, name):
-    check_all(CASES[name], jobs[name], device.outcome(jobs[name]), by)
+def test_promise(device, jobs, stock, name):
+    check_all(CASES[name], jobs[name], device.outcome(jobs[name]), stock)

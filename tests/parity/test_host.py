@@ -11,6 +11,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("name", cases_of("host"))
-def test_promise(engines, parity_models, by, name):
-    job = make_job(CASES[name], parity_models, by.stock)
-    check_all(CASES[name], job, Host(engines).outcome(job), by)
+def test_promise(engines, parity_models, stock, name):
+    job = make_job(CASES[name], parity_models, stock)
+    check_all(CASES[name], job, Host(engines).outcome(job), stock)
