@@ -13,74 +13,65 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from tests.emulated_gpu.cases import Case, chosen, default_cases, every_case
-from tests.emulated_gpu.requests import make_models
-from tests.emulated_gpu.verdict import Exact, Verdict, judge, read_log
+from tests.emulated_gpu.requests import Models, make_models
+from tests.emulated_gpu.verdict import Verdict, judge
 from tests.models import ROOT
 from tools.plugin_folder import plugin_folder
 
 
-class Runner:
-    """Runs cases in processes of their own.
+def environment(work: Path, on_device: bool) -> dict[str, str]:
+    emulation = ROOT / "tools" / "gpu_emulation"
+    vllm = os.environ.get("PYTHONPATH", "") if on_device else emulation
+    path = [ROOT, vllm, plugin_folder(work / "plugin")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, map(str, path))),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_TRIFORCE_CHECK": "raise",
+        # Compiled modules are kept: to compile vLLM's takes 15 s a process.
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+
+
+def run_case(
+    launcher: list[str], env: dict[str, str], work: Path, models: dict[str, Models], case: Case
+) -> Verdict:
+    """Run a case in a process of its own.
 
     Args:
-        work: what they read and write.
-        models: folders of target, draft and head, by the kind of the target.
-        on_device: run on a real GPU; ``PYTHONPATH`` has vLLM there.
+        work: what it reads and writes.
+        models: by the kind of the target.
     """
-
-    def __init__(
-        self, work: Path, models: dict[str, tuple[str, str, str]], on_device: bool = False
-    ) -> None:
-        self._work = work
-        self._models = models
-        self._launcher = [] if on_device else ["-m", "emu"]
-        emulation = ROOT / "tools" / "gpu_emulation"
-        vllm = os.environ.get("PYTHONPATH", "") if on_device else emulation
-        path = [ROOT, vllm, plugin_folder(work / "plugin")]
-        self._environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, map(str, path))),
-            "OMP_NUM_THREADS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_TRIFORCE_CHECK": "raise",
-            # Compiled modules are kept: to compile vLLM's takes 15 s a process.
-            "PYTHONDONTWRITEBYTECODE": "",
-        }
-
-    def __call__(self, case: Case) -> Verdict:
-        asked, result, log = (
-            self._work / f"{case.name}.{kind}" for kind in ("asked", "json", "log")
-        )
-        target, draft, head = self._models[case.target]
-        task = {"case": dataclasses.asdict(case), "target": target, "draft": draft, "head": head}
-        asked.write_text(json.dumps(task))
-        child = ["-m", "tests.emulated_gpu.run_case", str(asked), str(result)]
-        begin = time.monotonic()
-        faults = []
-        with log.open("w") as said:
-            try:
-                done = subprocess.run(
-                    [sys.executable, *self._launcher, *child],
-                    cwd=ROOT,
-                    env=self._environment,
-                    stdout=said,
-                    stderr=subprocess.STDOUT,
-                    timeout=case.limit_s,
-                )
-                status = done.returncode
-            except subprocess.TimeoutExpired:
-                status = None
-                faults.append(f"stopped after {case.limit_s} s")
-        verdict = Verdict(case, time.monotonic() - begin, faults)
-        if result.exists():
-            verdict.result = json.loads(result.read_text())
-        elif status is not None:
-            faults.append(f"ended with status {status}:\n{read_log(log)}")
-        return verdict
+    asked, result, log = (work / f"{case.name}.{kind}" for kind in ("asked", "json", "log"))
+    task = {"case": dataclasses.asdict(case), **models[case.target]._asdict()}
+    asked.write_text(json.dumps(task))
+    command = [*launcher, "-m", "tests.emulated_gpu.run_case", str(asked), str(result)]
+    begin, verdict = time.monotonic(), Verdict(case, 0)
+    with log.open("w") as said:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                timeout=case.limit_s,
+            )
+        except subprocess.TimeoutExpired:
+            verdict.faults.append(f"stopped after {case.limit_s} s")
+    verdict.seconds = time.monotonic() - begin
+    if result.exists():
+        verdict.result = json.loads(result.read_text())
+    elif not verdict.faults:
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+        verdict.faults.append(f"ended with status {done.returncode}:\n{end}")
+    return verdict
 
 
 def main() -> None:
@@ -108,11 +99,10 @@ def main() -> None:
 
 def line(verdict: Verdict) -> str:
     """Of one case, for people who wait."""
-    result = verdict.result or {}
     said = "ok" if not verdict.faults else "FAILED: " + "; ".join(verdict.faults)
     parts = [f"{verdict.case.name}: {said}"]
-    if result:
-        parts.append(greedy(verdict))
+    if result := verdict.result:
+        parts += [f"{len(verdict.ties)} at a tie"] * bool(verdict.ties)
         if verdict.case.graphs:
             parts.append("{} graphs, {} replays".format(*result["graphs"]))
         parts += [f"{number} launches of a {part}" for part, number in result["launches"].items()]
@@ -122,29 +112,18 @@ def line(verdict: Verdict) -> str:
     return ", ".join(parts) + f" ({verdict.seconds:.0f} s)"
 
 
-def greedy(verdict: Verdict) -> str:
-    """How the greedy requests compare with stock vLLM's."""
-    if not verdict.num_compared:
-        return "not compared"
-    if verdict.num_parted:
-        return f"{verdict.num_parted} not stock vLLM's"
-    if verdict.ties:
-        return f"identical but for {len(verdict.ties)} tie{'s' * (len(verdict.ties) > 1)}"
-    return "identical"
-
-
 def run_all(cases: list[Case], num_jobs: int, on_device: bool = False) -> list[Verdict]:
     """Says each case as soon as those before it have ended."""
     verdicts, results = [], {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_jobs) as pool:
-        models = {
-            kind: make_models(Path(folder) / kind, kind) for kind in {case.target for case in cases}
-        }
-        exact = {kind: Exact(target) for kind, (target, *_) in models.items()}
-        for verdict in pool.map(Runner(Path(folder), models, on_device), cases):
+    launcher = [sys.executable, *([] if on_device else ["-m", "emu"])]
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(num_jobs) as pool:
+        folder = Path(name)
+        models = {kind: make_models(folder / kind, kind) for kind in {c.target for c in cases}}
+        run = partial(run_case, launcher, environment(folder, on_device), folder, models)
+        for verdict in pool.map(run, cases):
             if verdict.result is not None:
                 results[verdict.case] = verdict.result
-                judge(verdict, results, exact[verdict.case.target])
+                judge(verdict, results, models[verdict.case.target].target)
             verdicts.append(verdict)
             print(line(verdict), flush=True)
     return verdicts

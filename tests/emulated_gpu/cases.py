@@ -92,36 +92,21 @@ class Case:
 
 def every_case() -> list[Case]:
     """References first; with each way of choosing drafts and chunks both kinds of plan."""
-    stock = [
-        Case(backend, graphs=graphs, windows=windows)
-        for windows in (False, True)
-        for graphs in (False, True)
-        for backend in BACKENDS
+    stock = [Case(backend, windows=windows) for windows in (False, True) for backend in BACKENDS]
+    others = [
+        Case("FLASH_ATTN", plan="plain", offload=True),
+        Case("TRITON_ATTN", "draft_model", "retrieval", "fixed", copies=True),
+        Case(MLA),
+        Case(MLA, "prompt_lookup", plan="fixed"),
     ]
     policies = sorted(set(POLICIES) - {"streaming"})
     ways = product(BACKENDS, sorted(SOURCES_V2), policies, PLANS, KINDS)
-    # Eager before graphs, which are compared with it.
-    cases = [Case(*way, graphs, *kind) for *way, kind in ways for graphs in (False, True)]
-    plain = [
-        Case("FLASH_ATTN", plan="plain", offload=True, graphs=graphs) for graphs in (False, True)
-    ]
-    copies = [
-        Case("TRITON_ATTN", "draft_model", "retrieval", "fixed", graphs=graphs, copies=True)
-        for graphs in (False, True)
-    ]
-    latent = [
-        Case(MLA, *way, graphs=graphs)
-        for way in ((), ("prompt_lookup", "", "fixed"))
-        for graphs in (False, True)
-    ]
+    cases = [Case(*way, False, *kind) for *way, kind in ways]
     # A draft has layers of one kind, and the target with windows gives no states to a head.
-    return (
-        stock
-        + plain
-        + copies
-        + latent
-        + [its for its in cases if not (its.windows and its.has_draft)]
-    )
+    cases = [case for case in cases if not (case.windows and case.has_draft)]
+    # Eager before graphs, which are compared with it.
+    every = [*stock, *others, *cases]
+    return [replace(case, graphs=graphs) for case in every for graphs in (False, True)]
 
 
 # Any two of a source, a policy and a plan come together; on TRITON_ATTN, with which a case takes

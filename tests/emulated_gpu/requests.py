@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -63,7 +64,15 @@ REQUESTS = (
 )
 
 
-def make_models(folder: Path, kind: str) -> tuple[str, str, str]:
+class Models(NamedTuple):
+    """Folders."""
+
+    target: str
+    draft: str
+    head: str
+
+
+def make_models(folder: Path, kind: str) -> Models:
     """A random target, the target disturbed a little as its draft, and a random EAGLE-3 head.
 
     Args:
@@ -88,4 +97,4 @@ def make_models(folder: Path, kind: str) -> tuple[str, str, str]:
     head = ""
     if kind == "llama":
         head = make_head(folder / "head", target, draft_vocab=VOCAB_SIZE // 2, layers=(0, 1, 2))
-    return target, str(folder / "draft"), head
+    return Models(target, str(folder / "draft"), head)

@@ -103,17 +103,15 @@ def _plan_by_dice(llm, speculator) -> None:
     scheduler.plan_step = lambda able, *_: StepPlan(next(numbers), dice.proposing(able))
 
 
-def _count_replayed_rounds() -> Counter:
-    """By name, as often as one was replayed as a whole."""
-    from vllm_triforce.runner_v2.passes import GraphedRound
+def _count_calls(owner: type, method: str, name_of) -> Counter:
+    """Count the calls of a method from here on, by ``name_of`` its object."""
+    counted, original = Counter(), getattr(owner, method)
 
-    counted, replay = Counter(), GraphedRound.replay
+    def count(its, *args, **kwargs):
+        counted[name_of(its)] += 1
+        return original(its, *args, **kwargs)
 
-    def count(work, desc):
-        counted[work.name] += 1
-        return replay(work, desc)
-
-    GraphedRound.replay = count
+    setattr(owner, method, count)
     return counted
 
 
@@ -151,33 +149,16 @@ def _count_launches(llm, steps: list[list[str]]) -> dict[str, int]:
     return launches
 
 
-def _count_graphs() -> Counter:
-    """Count captures and replays of CUDA graphs."""
-    import torch
-
-    counted = Counter()
-
-    def count(name: str) -> None:
-        method = getattr(torch.cuda.CUDAGraph, name)
-
-        def counting(*args, **kwargs):
-            counted[name] += 1
-            return method(*args, **kwargs)
-
-        setattr(torch.cuda.CUDAGraph, name, counting)
-
-    count("capture_end")
-    count("replay")
-    return counted
-
-
 def run(case: Case, target: str, draft: str, head: str) -> dict:
     from vllm import SamplingParams
+
+    from vllm_triforce.runner_v2.passes import GraphedRound
 
     llm = make_engine(case, target, draft, head)
     counts_launches = IS_EMULATED and case.counts_launches
     steps = _record_steps() if counts_launches else []
-    rounds = _count_replayed_rounds()  # from here on: trials at start replay some
+    # From here on: trials at start replay some.
+    rounds = _count_calls(GraphedRound, "replay", lambda round_: round_.name)
     outputs = llm.generate(
         [{"prompt_token_ids": request.prompt} for request in REQUESTS],
         [
@@ -206,23 +187,22 @@ def run(case: Case, target: str, draft: str, head: str) -> dict:
 
 def main() -> None:
     asked, result = map(Path, sys.argv[1:])
-    asked = json.loads(asked.read_text())
-    task = (Case(**asked["case"]), asked["target"], asked["draft"], asked["head"])
+    task = json.loads(asked.read_text())
+    task["case"] = Case(**task["case"])
     if IS_EMULATED:
         from emu import graphs
         from emu.report import report
 
-        found = run(*task)
-        found |= {
-            "not_compiled": {
-                name: report.kernels[name].compile_errors[0] for name in report.failed
-            },
-            "graphs": [graphs.num_captured, graphs.num_replayed],
-        }
+        found = run(**task)
+        failed = {name: report.kernels[name].compile_errors[0] for name in report.failed}
+        found |= {"not_compiled": failed, "graphs": [graphs.num_captured, graphs.num_replayed]}
     else:
-        counted = _count_graphs()
-        found = run(*task)
-        found |= {"not_compiled": {}, "graphs": [counted["capture_end"], counted["replay"]]}
+        import torch
+
+        graph = torch.cuda.CUDAGraph
+        counted = [_count_calls(graph, name, id) for name in ("capture_end", "replay")]
+        found = run(**task) | {"not_compiled": {}}
+        found["graphs"] = [calls.total() for calls in counted]
     result.write_text(json.dumps(found))
 
 

@@ -1,12 +1,10 @@
 """What a case's result is held to."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import torch
-
-from tests.asked import penalized
+from tests.asked import shaped, target_logits
 from tests.emulated_gpu.cases import Case
 from tests.emulated_gpu.requests import REQUESTS, Request
 from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING
@@ -25,56 +23,32 @@ class Verdict:
     Args:
         faults: in words; none is a case that passed.
         result: as ``run_case.py`` wrote it; None where it did not.
-        num_compared: greedy requests that were compared with stock vLLM's.
-        num_parted: greedy requests that parted from stock vLLM where it was no tie.
-        ties: of each other one that parted, how far the two tokens are apart in the logits.
+        ties: of each greedy request that parted from stock vLLM's, how far the two tokens are apart
+            in the logits.
     """
 
     case: Case
     seconds: float
     faults: list[str] = field(default_factory=list)
     result: dict | None = None
-    num_compared: int = 0
-    num_parted: int = 0
     ties: list[float] = field(default_factory=list)
 
 
-class Exact:
-    """The target in transformers, float32."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self._model = None
-
-    @torch.inference_mode()
-    def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Of the token that comes next, [vocab_size]."""
-        if self._model is None:
-            from transformers import AutoModelForCausalLM
-
-            self._model = AutoModelForCausalLM.from_pretrained(self._target).float()
-        return self._model(torch.tensor([token_ids])).logits[0, -1]
-
-
 def distance_where_parted(
-    request: Request, wanted: list[int], found: list[int], exact
-) -> float | None:
-    """Of the two tokens' logits; None where the tokens are the same, infinite where one of them is
-    not even the best but for rounding."""
-    if wanted == found:
-        return None
+    target: str, request: Request, wanted: list[int], found: list[int]
+) -> float:
+    """Of the two tokens' logits; infinite where one answer is the other's beginning."""
     place = next((i for i, (one, other) in enumerate(zip(wanted, found)) if one != other), None)
     if place is None:
         return math.inf
-    logits = exact.logits(request.prompt + wanted[:place])
-    if any(name.endswith("_penalty") for name in request.params):
-        of_all = logits.expand(place + 1, -1)  # of which the last place is asked for
-        logits = penalized(of_all, request.prompt, wanted[: place + 1], request.params)[-1]
+    new = wanted[: place + 1]
+    logits = target_logits(target, request.prompt, new)
+    logits = shaped(logits, request.prompt, new, request.params)[-1]
     return float(logits.max() - logits[[wanted[place], found[place]]].min())
 
 
-def judge(verdict: Verdict, results: dict[Case, dict], exact: Exact) -> None:
-    """Adds what is wrong with a result.
+def judge(verdict: Verdict, results: dict[Case, dict], target: str) -> None:
+    """Add what is wrong with a result.
 
     Args:
         results: of the cases that came to an end.
@@ -87,88 +61,69 @@ def judge(verdict: Verdict, results: dict[Case, dict], exact: Exact) -> None:
         verdict.faults.append(f"lengths {lengths}, not {asked}")
     for name, error in result["not_compiled"].items():
         verdict.faults.append(f"{name} does not compile for sm_90: {error}")
-    _judge_greedy(verdict, result, results.get(case.reference), exact)
-    if case.graphs:
-        _judge_seeded(verdict, result, results.get(case.eager))
-        if result["graphs"][1] == 0:
-            verdict.faults.append("no graph was replayed")
-        if case.selection:  # prompt lookup by itself has no rounds that are captured
-            _judge_rounds(verdict, result["replayed_rounds"])
     for part, number in result["launches"].items():
         if number > MAX_LAUNCHES[part]:
-            verdict.faults.append(
-                f"{number} launches of a {part}, not {MAX_LAUNCHES[part]} at most"
-            )
+            verdict.faults.append(f"{number} launches of a {part}, not {MAX_LAUNCHES[part]}")
+    _judge_tokens(verdict, results, target)
+    if case.graphs:
+        if result["graphs"][1] == 0:
+            verdict.faults.append("no graph was replayed")
+        wanted = _wanted_rounds(case) - set(result["replayed_rounds"])
+        verdict.faults += [f"no {name} was replayed" for name in sorted(wanted)]
     if case.plan:
-        _judge_counters(verdict, result["counters"])
+        verdict.faults += _counter_faults(case, result["counters"])
 
 
-def _judge_greedy(verdict: Verdict, result: dict, reference: dict | None, exact: Exact) -> None:
-    if reference is None:
-        verdict.faults.append(f"{verdict.case.reference.name} has no result to compare with")
-        return
-    for request, wanted, found in zip(REQUESTS, reference["token_ids"], result["token_ids"]):
-        if not request.is_greedy:
+def _judge_tokens(verdict: Verdict, results: dict[Case, dict], target: str) -> None:
+    """Greedy tokens are stock vLLM's, and those of a seed the same with and without graphs."""
+    case, found = verdict.case, verdict.result["token_ids"]
+    for other in [case.reference] + [case.eager] * case.graphs:
+        if other not in results:
+            verdict.faults.append(f"{other.name} has no result to compare with")
             continue
-        verdict.num_compared += 1
-        distance = distance_where_parted(request, wanted, found, exact)
-        if distance is None:
-            continue
-        if distance <= TIE[verdict.case.dtype]:
-            verdict.ties.append(distance)
-        else:
-            verdict.num_parted += 1
-            verdict.faults.append(
-                f"{request.name!r}: {found}, stock vLLM there {wanted}; where they part, "
-                f"{distance:.3g} from the best logit"
-            )
+        for request, tokens, wanted in zip(REQUESTS, found, results[other]["token_ids"]):
+            if tokens == wanted:
+                continue
+            fault = f"{request.name!r}: {tokens}, {other.name} there {wanted}"
+            if other == case.reference and request.is_greedy:
+                distance = distance_where_parted(target, request, wanted, tokens)
+                if distance <= TIE[case.dtype]:
+                    verdict.ties.append(distance)
+                else:
+                    verdict.faults.append(f"{fault}; {distance:.3g} from the best logit")
+            if other == case.eager and "seed" in request.params:
+                verdict.faults.append(fault)
 
 
-def _judge_seeded(verdict: Verdict, result: dict, eager: dict | None) -> None:
-    if eager is None:
-        verdict.faults.append(f"{verdict.case.eager.name} has no result to compare with")
-        return
-    for request, wanted, found in zip(REQUESTS, eager["token_ids"], result["token_ids"]):
-        if "seed" in request.params and wanted != found:
-            verdict.faults.append(f"{request.name!r}: {found}, without graphs {wanted}")
-
-
-def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
-    """Of every kind of batch. Where one request at a time is speculated on, it may be that only
-    greedy ones are."""
-    kinds = ("greedy",) if verdict.case.is_single else KINDS
+def _wanted_rounds(case: Case) -> set[str]:
+    """Name the rounds that are replayed: those of every kind of batch. Where one request at a time
+    is speculated on, it may be that only greedy ones are."""
+    if not case.selection:  # prompt lookup by itself has no rounds that are captured
+        return set()
+    kinds = ("greedy",) if case.is_single else KINDS
     wanted = {"level 2 round"} | {f"level 2 logits, {kind}" for kind in kinds}
-    selects_in_pass = verdict.case.selection == "retrieval" and not verdict.case.offload
-    if selects_in_pass and verdict.case.plan == "fixed":
+    if case.selection == "retrieval" and not case.offload and case.plan == "fixed":
         wanted.add("level 2 round without selection")
-    if verdict.case.has_draft:
+    if case.has_draft:
         wanted |= {f"level 1 round, {kind}" for kind in kinds}
-    verdict.faults += [f"no {name} was replayed" for name in sorted(wanted - set(replayed))]
+    return wanted
 
 
-def _judge_counters(verdict: Verdict, counters: dict[str, int]) -> None:
+def _counter_faults(case: Case, counters: dict[str, int]) -> Iterator[str]:
     """Or nothing was tested. Prompt lookup may find nothing to propose straight."""
-    if verdict.case.offload and not counters["num_staged_bytes"]:
-        verdict.faults.append("nothing was read of host memory")
-    if verdict.case.plan == "plain":
+    if case.offload and not counters["num_staged_bytes"]:
+        yield "nothing was read of host memory"
+    if case.plan == "plain":
         if counters["num_proposals"]:
-            verdict.faults.append("something was proposed")
+            yield "something was proposed"
         return
     wanted = {"num_level2_drafted", "num_direct_proposals"}
-    if verdict.case.selection:  # by itself, prompt lookup may be wrong each time
-        wanted = {
-            "num_level2_passes",
-            "num_level2_drafted",
-            "num_level2_accepted",
-            "num_level3_rejections",
-        }
-    if verdict.case.plan == "dice" and verdict.case.has_draft:
+    if case.selection:  # by itself, prompt lookup may be wrong each time
+        wanted = {"num_level2_passes", "num_level2_drafted", "num_level2_accepted"}
+        wanted.add("num_level3_rejections")
+    if case.plan == "dice" and case.has_draft:
         wanted.add("num_direct_proposals")
-    verdict.faults += [f"{name} is 0" for name in sorted(wanted) if counters[name] == 0]
+    yield from (f"{name} is 0" for name in sorted(wanted) if counters[name] == 0)
     for name in ("num_nan_requests", "num_boundary_faults"):
         if counters[name]:
-            verdict.faults.append(f"{name} is {counters[name]}")
-
-
-def read_log(path: Path, num_lines: int = 12) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+            yield f"{name} is {counters[name]}"
