@@ -1,7 +1,8 @@
 """Runs TriForce over two ranks or two engines through AsyncLLM and prints what it saw as JSON.
 
-``python -m tests.engine.parallel_case tensor|copy|chosen|data|ray``; ray is two tensor-parallel
-ranks that are Ray's actors, see tests/engine/ray_on_cpu, and needs ``pip install ray``.
+``python -m tests.engine.parallel_case CASE``; "ray" is two tensor-parallel ranks that are Ray's
+actors, see tests/engine/ray_on_cpu, and needs ``pip install ray``. Host memory is Runner V2's: its
+cases need ``v2_environment()``.
 """
 
 import asyncio
@@ -10,20 +11,37 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-# vLLM's binding wants a NUMA node for each worker.
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
 from tests.child import say
 from tests.conftest import ENGINE, triforce
 from tests.models import PAIR, held_out_tokens
 
+DRAFT = {"model": str(PAIR / "draft"), "retrieval_budget": 256}
+KEYS = {
+    **dict.fromkeys(("tensor", "data", "ray"), triforce(**DRAFT)),
+    "copy": triforce(**DRAFT, level2_model="bfloat16"),
+    # By the controller, whose ranks must decide alike.
+    "chosen": {"method": "triforce", **DRAFT, "adaptive": True},
+    "host memory": triforce(**DRAFT, kv_offload_gib=0.06),
+    "host memory, plain": {"method": "triforce", "levels": "3", "kv_offload_gib": 0.06},
+}
+IN_HOST_MEMORY = ("host memory", "host memory, plain")
+# In Triton's interpreter, where a token takes a second.
+SMALL = dict(max_model_len=1024, max_num_seqs=4, kv_cache_memory_bytes=64 << 20)
 
-async def answers(engine, prompts) -> list[list[int]]:
+
+def prompts() -> list[list[int]]:
+    text = held_out_tokens(4000)
+    return [text[:900], text[1000:1700], text[2000:2400], text[300:800]]
+
+
+async def answers(engine, case: str) -> list[list[int]]:
     from vllm import SamplingParams
 
-    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    sampled = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=30)
+    max_tokens = 14 if case in IN_HOST_MEMORY else 30
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    # Triton's interpreter cannot run the kernel for top-k and top-p.
+    top_p = 1.0 if case in IN_HOST_MEMORY else 0.9
+    sampled = SamplingParams(temperature=0.9, top_p=top_p, max_tokens=max_tokens)
 
     async def one(name, prompt, params):
         async for output in engine.generate({"prompt_token_ids": prompt}, params, name):
@@ -31,9 +49,9 @@ async def answers(engine, prompts) -> list[list[int]]:
         return list(last.outputs[0].token_ids)
 
     # Sampled requests beside the greedy ones: the ranks' noise must be the same too.
-    tasks = [one(f"greedy {i}", prompt, greedy) for i, prompt in enumerate(prompts)]
-    tasks += [one(f"sampled {i}", prompt, sampled) for i, prompt in enumerate(prompts)]
-    return (await asyncio.gather(*tasks))[: len(prompts)]
+    tasks = [one(f"greedy {i}", prompt, greedy) for i, prompt in enumerate(prompts())]
+    tasks += [one(f"sampled {i}", prompt, sampled) for i, prompt in enumerate(prompts())]
+    return (await asyncio.gather(*tasks))[: len(prompts())]
 
 
 def counters_by_engine() -> list[dict[str, float]]:
@@ -68,25 +86,17 @@ async def main(case: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    text = held_out_tokens(4000)
-    prompts = [text[:900], text[1000:1700], text[2000:2400], text[300:800]]
     kind = "data" if case == "data" else "tensor"
     arguments = {**ENGINE, "max_model_len": 4096, f"{kind}_parallel_size": 2}
-    arguments["distributed_executor_backend"] = "mp"
+    arguments |= SMALL if case in IN_HOST_MEMORY else {}
+    arguments["distributed_executor_backend"] = "ray" if case == "ray" else "mp"
     if case == "ray":
         use_ray_on_the_cpu()
-        arguments["distributed_executor_backend"] = "ray"
-    keys = triforce(model=str(PAIR / "draft"), retrieval_budget=256)
-    if case == "copy":
-        keys["level2_model"] = "bfloat16"
-    if case == "chosen":  # by the controller, whose ranks must decide alike
-        keys = {**keys, "adaptive": True}
-        del keys["min_context"]
     engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(str(PAIR / "target"), speculative_config=keys, **arguments)
+        AsyncEngineArgs(str(PAIR / "target"), speculative_config=KEYS[case], **arguments)
     )
     try:
-        tokens = await answers(engine, prompts)
+        tokens = await answers(engine, case)
         counters = (
             counters_by_engine()
             if case == "data"
@@ -98,4 +108,7 @@ async def main(case: str) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    # vLLM's binding wants a NUMA node for each worker.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     asyncio.run(main(sys.argv[1]))

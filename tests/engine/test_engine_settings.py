@@ -16,11 +16,13 @@ from vllm import SamplingParams
 
 from tests import child
 from tests.conftest import triforce
+from tests.engine.parallel_case import IN_HOST_MEMORY, KEYS, prompts
 from tests.generation import assert_same_tokens
 from tests.inside import controller_of
 from tests.models import make_architecture, make_int8
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.serving import MODEL, serve
+from tests.v2.environment import needs_interpreter, v2_environment
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
@@ -160,24 +162,29 @@ def test_without_prefix_caching_nor_hybrid_cache_manager_and_async_asked_for(
 
 @pytest.mark.slow
 @pytest.mark.skipif("TRIFORCE_TEST_PARALLEL" not in os.environ, reason="takes minutes")
-@pytest.mark.parametrize("case", ["tensor", "copy", "chosen", "data", "ray"])
-def test_parallel(engines, pair, text, case):
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[needs_interpreter] * (case in IN_HOST_MEMORY)) for case in KEYS],
+)
+def test_parallel(engines, pair, case):
     """Real processes through AsyncLLM. All ranks of a tensor-parallel target must propose the
-    same: their counters are alike. Data-parallel engines answer each on its own."""
+    same: their counters are alike, also where each has its own heads' KV in its own host memory.
+    Data-parallel engines answer each on its own."""
     if case == "ray":
         pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    env = v2_environment() if case in IN_HOST_MEMORY else None
     results = child.results_of("tests.engine.parallel_case", case, env=env)
-    stock = engines.get(pair["target"])
-    prompts = [text[:900], text[1000:1700], text[2000:2400], text[300:800]]
-    wanted = run(stock, prompts, [GREEDY] * 4)
-    for prompt, w, found in zip(prompts, wanted, results["tokens"]):
-        assert_same_tokens(stock, prompt, list(w.outputs[0].token_ids), found)
+    stock, asked = engines.get(pair["target"]), prompts()
+    for prompt, w, found in zip(asked, run(stock, asked, [GREEDY] * 4), results["tokens"]):
+        assert_same_tokens(stock, prompt, list(w.outputs[0].token_ids)[: len(found)], found)
     counters = results["counters"]
     assert len(counters) == 2
     for rank in counters:
-        assert rank["num_level2_accepted"] > 0
+        assert (rank["num_level2_accepted"] > 0) == ("plain" not in case)
         rank.pop("time_seconds", None)
+        if case in IN_HOST_MEMORY:
+            assert rank["num_staged_bytes"] > 0
+            assert (rank["num_pool_blocks"] > 0) == ("plain" not in case)
     if case != "data":
         assert counters[0] == counters[1]
 
