@@ -104,9 +104,9 @@ DRAFT = dict(retrieval_budget=128, min_context=GATE, num_recent_tokens=100)
 LOOKUP = dict(retrieval_budget=128, min_context=GATE)
 
 
-def _small(source: str, **more) -> dict:
-    keys = DRAFT if source in ("draft_model", "head") else LOOKUP
-    return dict(source=source, keys=keys, engine=SMALL) | more
+def _small(source: str, *, engine: Mapping = SMALL, **keys) -> dict:
+    own = DRAFT if source in ("draft_model", "head") else LOOKUP
+    return dict(source=source, keys=own | keys, engine=engine)
 
 
 def _by_source(source: str) -> list[Case]:
@@ -114,7 +114,6 @@ def _by_source(source: str) -> list[Case]:
     small = _small(source)
     if source not in SOURCES_V2:
         small["skip"] = {"device": f"V2 drafts on the device, and {source!r} has no side there"}
-
     return [
         Case(
             f"greedy-{source}",
@@ -160,19 +159,6 @@ def _by_source(source: str) -> list[Case]:
     ]
 
 
-def _level2_alone() -> list[Case]:
-    return [
-        Case(
-            "level 2 by itself",
-            "Level 2 may propose without level 1, a token in each of its passes; output does not "
-            "change.",
-            (requests(520, 400, max_tokens=9),),
-            **_small("prompt_lookup", keys=LOOKUP | {"levels": "2,3"}),
-            at_least={"num_level2_passes": 5, "num_level2_accepted": 1},
-        )
-    ]
-
-
 def _dice() -> list[Case]:
     """On the host the controller's choices are as good as dice, and what is measured with them
     tells more (tests/engine/test_adaptive.py)."""
@@ -194,7 +180,7 @@ def _dice() -> list[Case]:
             _eight(MIXED, 34),
             ("stock", "calibrated", "both accepted and rejected"),
             dice=2,
-            **OF_EIGHT | shape,
+            **_of_eight() | shape,
         ),
         Case(
             "dice-biased",
@@ -202,22 +188,22 @@ def _dice() -> list[Case]:
             _eight(BIASED, 45),
             ("calibrated",),
             dice=3,
-            **OF_EIGHT | shape,
+            **_of_eight() | shape,
         ),
     ]
 
 
 def _in_pass() -> list[Case]:
-    """Selection inside level 2's passes, by requests above and below the budget."""
+    """Selection inside level 2's passes, by requests above and below the budget. Where the policy is
+    named its kernels select: tests/v2/engine.py."""
     skip = {"host": "all of its cases select in this way"}
-    in_pass = {"selection": "retrieval"}  # by its kernels: tests/v2/engine.py
     return [
         Case(
             "in pass-greedy",
             "Greedy output is stock vLLM's with selection inside level 2's passes, in a batch "
             "that changes.",
             (requests(90, 520, 400, max_tokens=10),),
-            **_small("draft_model", keys=DRAFT | in_pass | {"min_context": 0}),
+            **_small("draft_model", selection="retrieval", min_context=0),
             skip=skip,
         ),
         Case(
@@ -226,7 +212,7 @@ def _in_pass() -> list[Case]:
             "2's passes.",
             _eight(MIXED, 34),
             ("stock", "calibrated", "both accepted and rejected"),
-            **OF_EIGHT | {"keys": EIGHT | in_pass},
+            **_of_eight(selection="retrieval"),
             skip=skip,
         ),
     ]
@@ -243,7 +229,7 @@ def _copies() -> list[Case]:
                 greedy,
                 (requests(520, 90, 400, max_tokens=10),),
                 level2_model=name,
-                **_small("draft_model", keys=DRAFT),
+                **_small("draft_model"),
             )
             for name in ("bfloat16", "int8")
         ),
@@ -266,7 +252,7 @@ def _copies() -> list[Case]:
                 _eight((dict(temperature=1.0), NARROW, dict(temperature=0), NARROW), 34),
                 ("stock", "calibrated"),
                 level2_model=name,
-                **OF_EIGHT,
+                **_of_eight(),
                 at_least={"num_level2_drafted": 40, "num_level3_rejections": 1},
             )
             for name in ("bfloat16", "random")
@@ -275,17 +261,27 @@ def _copies() -> list[Case]:
 
 
 def _policies() -> list[Case]:
-    """Every policy but the paper's, which all other cases have."""
+    """Level 2 by itself, and every policy but the paper's, which all other cases have."""
     return [
         Case(
-            f"policy-{policy}",
-            "Greedy output is stock vLLM's with every selection policy.",
-            (requests(520, 400, max_tokens=14),),
-            ("stock", "policy"),
-            **_small("prompt_lookup", keys=LOOKUP | {"selection": policy}),
-            at_least={"num_level2_passes": 5},
-        )
-        for policy in sorted(set(POLICIES) - {"retrieval"})
+            "level 2 by itself",
+            "Level 2 may propose without level 1, a token in each of its passes; output does not "
+            "change.",
+            (requests(520, 400, max_tokens=9),),
+            **_small("prompt_lookup", levels="2,3"),
+            at_least={"num_level2_passes": 5, "num_level2_accepted": 1},
+        ),
+        *(
+            Case(
+                f"policy-{policy}",
+                "Greedy output is stock vLLM's with every selection policy.",
+                (requests(520, 400, max_tokens=14),),
+                ("stock", "policy"),
+                **_small("prompt_lookup", selection=policy),
+                at_least={"num_level2_passes": 5},
+            )
+            for policy in sorted(set(POLICIES) - {"retrieval"})
+        ),
     ]
 
 
@@ -440,7 +436,7 @@ def _scheduling() -> list[Case]:
             ),
             ("stock", "cut"),
             is_session=True,
-            **_small("draft_model", keys=DRAFT | {"retrieval_budget": 1024}),
+            **_small("draft_model", retrieval_budget=1024),
             skip={"device": "rounds end its proposals elsewhere; tests/unit/test_scheduling.py"},
         ),
         # Three requests start with 8 blocks of 32 tokens and soon want 9, of 26 that there are
@@ -502,7 +498,7 @@ def _adapters() -> list[Case]:
             ),
             ("stock", "calibrated", "always right"),
             source="prompt_lookup",
-            **OF_EIGHT | {"keys": EIGHT | {"retrieval_budget": 1024}, "engine": WHOLE | ADAPTERS},
+            **_of_eight(engine=WHOLE | ADAPTERS, retrieval_budget=1024),
             at_least={"num_level2_drafted": 50},
         ),
     ]
@@ -549,61 +545,34 @@ CRAMPED = dict(
 
 
 def _windows() -> list[Case]:
+    """tests/engine/test_architectures.py has them on the host, with larger batches too."""
     batch = ((Request(0, 300, {"max_tokens": 16}), Request(300, 120, {"max_tokens": 16})),)
-    alike = dict(source="prompt_lookup", engine=SMALL)
     families = {
+        "gemma3": "Layers with a sliding window, in a KV cache group of their own",
         "gemma4": "Layers that differ in the length of their heads, so that vLLM doubles KV blocks "
-        "of some, and layers that read another layer's KV cache{}.",
-        "mimo-v2": "Layers with a window that have attention sinks and twice the KV heads{}.",
-        "granite-windows": "Attention sinks in every layer, of which every other has a window{}.",
+        "of some, and layers that read another layer's KV cache",
+        "mimo-v2": "Layers with a window that have attention sinks and twice the KV heads",
+        "granite-windows": "Attention sinks in every layer, of which every other has a window",
     }
+    covering = dict(checks=("stock", "always right"), at_least={"num_level2_drafted": 11})
+    dice = dict(dice=1, at_least={"num_level2_accepted": 1, "num_level3_rejections": 1})
     return [
-        *(
-            Case(
-                f"windows-{name}",
-                "Layers with a sliding window, in a KV cache group of their own, stay dense at "
-                "level 2; where the budget covers the context, level 2 is still the target.",
-                batch,
-                checks,
-                model="gemma3",
-                keys={"retrieval_budget": budget, "min_context": 50},
-                at_least=at_least,
-                **alike,
-            )
-            for name, budget, checks, at_least in (
-                ("small", 128, ("stock",), {"num_level3_rejections": 1}),
-                ("covering", 1024, ("stock", "always right"), {"num_level2_drafted": 11}),
-            )
-        ),
-        *(
-            Case(
-                f"windows-{model}-covering",
-                promise.format(": level 2 is the target where its budget covers the context"),
-                batch,
-                ("stock", "always right"),
-                model=model,
-                keys={"retrieval_budget": 1024, "min_context": 50},
-                at_least={"num_level2_drafted": 11},
-                **alike,
-            )
-            for model, promise in families.items()
-        ),
-        *(
-            Case(
-                f"windows-{model}-dice",
-                promise.format(
-                    ": output is stock's for any plan, level 2 is accepted and rejected"
-                ),
-                batch,
-                model=model,
-                keys={"retrieval_budget": 192, "min_context": 50},
-                dice=1,
-                at_least={"num_level2_accepted": 1, "num_level3_rejections": 1},
-                skip={"host": "tests/engine/test_architectures.py has it, and larger batches"},
-                **alike,
-            )
-            for model, promise in families.items()
-        ),
+        Case(
+            f"windows-{model}-{name}",
+            f"{layers}: {promise}.",
+            batch,
+            model=model,
+            source="prompt_lookup",
+            keys={"retrieval_budget": budget, "min_context": 50},
+            engine=SMALL,
+            skip={"host": "tests/engine/test_architectures.py has it, and larger batches"},
+            **how,
+        )
+        for model, layers in families.items()
+        for name, promise, budget, how in (
+            ("covering", "level 2 is the target where its budget covers it", 1024, covering),
+            ("dice", "output is stock's for any plan, some of it rejected", 192, dice),
+        )
     ]
 
 
@@ -613,7 +582,12 @@ NO_LEVEL2 = dict(num_speculative_tokens=4)
 EIGHT_LENGTHS = (400, 300, 350, 390)
 # Prompts in one chunk: vLLM's CPU runner cannot discard a seeded sample (patches/README.md).
 WHOLE = SMALL | {"max_num_batched_tokens": 2048}
-OF_EIGHT = dict(model="eight", keys=EIGHT, engine=WHOLE)
+
+
+def _of_eight(*, engine: Mapping = WHOLE, **keys) -> dict:
+    return dict(model="eight", keys=EIGHT | keys, engine=engine)
+
+
 # Far from what these models would accept; each draft is tested, as gamma is 1.
 SYNTHETIC = dict(
     rejection_sample_method="synthetic",
@@ -668,7 +642,9 @@ def _without_level2() -> list[Case]:
             _eight((dict(temperature=1.0), NARROW, {}, dict(temperature=1.0, seed=3)), 34),
             ("stock", "calibrated"),
             drafts_by_target=True,
-            **OF_EIGHT | {"model": "windows", "keys": NO_LEVEL2 | {"num_recent_tokens": 60}},
+            model="windows",
+            keys=NO_LEVEL2 | {"num_recent_tokens": 60},
+            engine=WHOLE,
             at_least=direct,
         ),
         Case(
@@ -698,7 +674,7 @@ def _heads() -> list[Case]:
                 _eight((dict(temperature=1.0), NARROW, {}, dict(temperature=1.0, seed=3)), 34),
                 ("stock", "calibrated"),
                 source="head",
-                **OF_EIGHT | {"model": model, "keys": EIGHT | keys},
+                **_of_eight(**keys) | {"model": model},
                 at_least=at_least,
             )
             for kind, model, drafts in kinds
@@ -719,14 +695,14 @@ def _heads() -> list[Case]:
             _eight((dict(temperature=1.0, allowed_token_ids=[0, 2, 6]),) * 4, 34),
             ("calibrated",),
             source="head",
-            **OF_EIGHT | {"keys": EIGHT | {"levels": "1,3"}},
+            **_of_eight(levels="1,3"),
             at_least={"num_direct_proposals": 40},
         ),
         Case(
             "head-few slots",
             "Requests that only keep states for the head give way to those that are planned for.",
             (requests(90, 520, 400, 300, max_tokens=16),),
-            **_small("head", keys=DRAFT | {"max_speculating_seqs": 2}),
+            **_small("head", max_speculating_seqs=2),
         ),
         Case(
             "head-copy",
@@ -849,17 +825,15 @@ def _calibrated() -> list[Case]:
     at T=1 have p < 1e-18."""
     distribution = "Sampled tokens have exactly the target's distribution: {}."
     wrong_at_times = ("calibrated", "both accepted and rejected")
-    lookup = OF_EIGHT | {"source": "prompt_lookup"}
-    covering = {"retrieval_budget": 1024}
+    lookup = _of_eight() | {"source": "prompt_lookup"}
     shaped = (*_eight(SHAPED[:4], 22), *_eight(SHAPED[4:], 22))
-    seeded = [Request(0, 400, dict(temperature=1.0, seed=s, max_tokens=16)) for s in (7, 8)]
     return [
         Case(
             "sampled-block",
             distribution.format("T=1, with a draft, each proposal tested as a block"),
             _eight((dict(temperature=1.0),) * 4, 30),
             wrong_at_times,
-            **OF_EIGHT | {"keys": EIGHT | {"rejection_sample_method": "block"}},
+            **_of_eight(rejection_sample_method="block"),
             skip={"host": "Runner V1 refuses it (config/checks.py)"},
         ),
         *(
@@ -869,17 +843,10 @@ def _calibrated() -> list[Case]:
                 "the given rates.",
                 _eight((dict(temperature=0.0, seed=1), dict(temperature=1.0, seed=2)) * 2, 60),
                 ("at synthetic rates",),
-                **OF_EIGHT | {"keys": EIGHT | SYNTHETIC | {"levels": levels}},
+                **_of_eight(**SYNTHETIC, levels=levels),
                 at_least={"num_level2_drafted": 100},
             )
             for name, levels in (("", "1,2,3"), ("-direct", "1,3"))
-        ),
-        Case(
-            "seeded",
-            "A seed gives the same tokens again, another seed others.",
-            (tuple(seeded),) * 2,
-            ("seeded",),
-            **OF_EIGHT,
         ),
         _unequal_contexts(),
         Case(
@@ -906,14 +873,15 @@ def _calibrated() -> list[Case]:
             distribution.format("and level 2's own is read back as it was handed up"),
             _eight(VARIOUS, 34),
             ("stock", "calibrated", "always right"),
-            **lookup | {"keys": EIGHT | covering},
+            source="prompt_lookup",
+            **_of_eight(retrieval_budget=1024),
         ),
         Case(
             "sampled-biased",
             distribution.format("with biases and penalties, beside a request without and a greedy"),
             _eight(BIASED, 45),
             ("calibrated",),
-            **OF_EIGHT,
+            **_of_eight(),
             at_least={"num_level2_accepted": 1, "num_level3_rejections": 1},
             skip=slow("dice-biased"),
         ),
@@ -924,7 +892,7 @@ def _calibrated() -> list[Case]:
             shaped,
             ("level 1 always right",),
             drafts_by_target=True,
-            **OF_EIGHT | {"keys": EIGHT | covering | {"num_recent_tokens": 600}},
+            **_of_eight(retrieval_budget=1024, num_recent_tokens=600),
         ),
         Case(
             "shaped-full-budget",
@@ -932,7 +900,7 @@ def _calibrated() -> list[Case]:
             "tokens, penalties, no end before min_tokens.",
             shaped,
             ("stock", "always right"),
-            **OF_EIGHT | {"keys": EIGHT | covering},
+            **_of_eight(retrieval_budget=1024),
         ),
     ]
 
@@ -982,15 +950,8 @@ PARAMETERS: dict[str, Callable] = {
     "choice": lambda u: structured(choice=["return self", "return None"]),
     "max_tokens": lambda u: dict(max_tokens=3),
 }
-# Too few tokens, or tokens that level 2 did not guess: what is accepted is not looked at.
-HARDLY_SPECULATED = {
-    "named logprobs": "is not speculated on",
-    "choice": "ends within a few tokens",
-    "eos": "ends within a few tokens",
-    "ignore_eos": "ends within a few tokens",
-    "allowed tokens": "ends within a few tokens",
-    "max_tokens": "ends within a few tokens",
-}
+# What is accepted is not looked at.
+FEW_TOKENS = ["allowed tokens", "choice", "eos", "ignore_eos", "max_tokens", "named logprobs"]
 # "named logprobs" beside other log-probabilities: stock vLLM itself gives the others these.
 TOGETHER = {
     name: make
@@ -1006,8 +967,6 @@ def _with(make: Callable, **more) -> Callable:
 
 def _parameters() -> list[Case]:
     alike = "A request with {} is answered as stock vLLM answers it: tokens, text, reasons, usage."
-    # Words of the usual answer: one at its beginning, then some of what comes in its place.
-    words = dict(max_tokens=24, bad_words=["self", ".", "return self"])
     alone = [
         Case(
             f"parameter-{name}",
@@ -1015,8 +974,8 @@ def _parameters() -> list[Case]:
             ((Request(0, 700, _with(make)), Request(2000, 300, _with(make))),),
             ("stock", "stopped") if "stop" in name else ("stock",),
             **BIG,
-            at_least={} if name in HARDLY_SPECULATED else {"num_level2_accepted": 1},
-            unmoved=HARDLY_SPECULATED.get(name, ""),
+            at_least={} if name in FEW_TOKENS else {"num_level2_accepted": 1},
+            unmoved="few tokens, or none speculated on" * (name in FEW_TOKENS),
             ties=1.0,
             skip=slow("parameters together"),
         )
@@ -1035,23 +994,6 @@ def _parameters() -> list[Case]:
     company = [company[7 * i % len(company)] for i in range(len(company))]
     return [
         *alone,
-        Case(
-            "words-full-budget",
-            "Level 2 applies bad_words as level 3 does, including words that begin inside a "
-            "proposal.",
-            (
-                (
-                    Request(0, 400, lambda u: words | {"bad_words": [u.text[8:14], u.text[20:22]]}),
-                    Request(700, 300, words),
-                    Request(2000, 350, words | {"repetition_penalty": 1.1}),
-                    Request(2000, 300, {"max_tokens": 24}),
-                ),
-            ),
-            ("stock", "always right"),
-            **CRAMPED,
-            at_least={"num_level2_drafted": 20},
-            skip=slow("shaped-full-budget"),
-        ),
         Case(
             "parameters together",
             "Greedy and sampled requests with all parameters are answered correctly in one batch.",
@@ -1308,7 +1250,7 @@ def _all() -> list[Case]:
     """Engines that are the same stand together: to start one costs seconds."""
     sources = {name: _by_source(name) for name in SOURCES}
     both = [*sources.pop("draft_model", []), *_scheduling()[:3], *_nan(), *_parameters()]
-    both += [*sources.pop("prompt_lookup", []), *_policies(), *_level2_alone()]
+    both += [*sources.pop("prompt_lookup", []), *_policies()]
     both += [*_scheduling()[3:], *_ends(), *_windows(), *_adapters(), *_reasoning()]
     both += [*_dice(), *_in_pass(), *_copies(), *_without_level2(), *_heads(), *_images()]
     both += [*_calibrated(), *_sweeps(), *_joint()]

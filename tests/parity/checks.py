@@ -288,15 +288,6 @@ def _obeyed(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     assert restricted == 2
 
 
-@check("seeded")
-def _seeded(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
-    first, again = (
-        [list(output.outputs[0].token_ids) for output in batch.outputs] for batch in seen.batches
-    )
-    assert first == again
-    assert len({tuple(tokens) for tokens in first}) == len(first)
-
-
 @check("as alone")
 def _as_alone(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     def by_prompt(batches) -> list:
