@@ -6,9 +6,10 @@ import torch
 
 from tests.kernels.device import DEVICE
 from vllm_triforce.config.budget import RetrievalBudget
-from vllm_triforce.kernels.draw import Distributions, LevelLogits
+from vllm_triforce.kernels.draw import Distributions, ExponentialSampler, LevelLogits
 from vllm_triforce.kernels.row_table import Owner, RowColumn, stack_columns
 from vllm_triforce.kernels.rows import RowLimits, Rows, SamplingParameters
+from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.metrics.counters import DeviceCounter
 
 VOCAB_SIZE = 100
@@ -87,3 +88,23 @@ def level_logits(logits: torch.Tensor, temperature: torch.Tensor | None) -> Leve
         logits.amax(-1).to(DEVICE),
         None if temperature is None else distributions(logits, temperature),
     )
+
+
+def verify(
+    rows: Rows,
+    target: torch.Tensor,  # [num_rows, gamma + 1, vocab_size], logits
+    temperature: torch.Tensor | None,  # [num_rows]; None if all rows are greedy
+    draft: torch.Tensor | None = None,  # [num_rows, gamma, vocab_size], logits; None: certain
+    *rate: float,
+) -> torch.Tensor:
+    """Verify the rows' drafts; return the counters."""
+    counters = new_counters()
+    verify_drafts(
+        rows,
+        level_logits(target, temperature),
+        None if draft is None or temperature is None else distributions(draft, temperature),
+        ExponentialSampler(len(target), target.shape[-1], DEVICE),
+        counters,
+        *rate,
+    )
+    return counters

@@ -4,7 +4,7 @@ import torch
 from vllm import SamplingParams
 from vllm.triton_utils import tl, triton
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.worker.gpu.sample import states as vllm_states
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from tests.kernels.device import DEVICE
 from tests.kernels.noise_probe import probe
@@ -81,28 +81,17 @@ def test_no_two_proposals_draw_by_the_same_numbers():
         assert not torch.equal(first, later) and not torch.equal(first, beside)
 
 
-class OnTheHost:
-    """Stand-in for vLLM's tensors that the host and the device share."""
-
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self.np = torch.zeros(size, dtype=dtype).numpy()
-
-    def copy_to_uva(self) -> None:
-        pass
-
-
 def noise_of(data_parallel_index: int) -> tuple[torch.Tensor, ...]:
     """Return the noise of the first two requests of an engine with seed 0."""
     set_random_seed(0, data_parallel_index)  # as vLLM's worker does
-    states = vllm_states.SamplingStates(2, 100)
+    states = SamplingStates(2, 100)
     for row in range(2):
         states.add_request(row, SamplingParams(temperature=1.0))
     places = torch.tensor([7, 7], dtype=torch.int32, device=DEVICE)
     return probe(torch.from_numpy(states.seeds.np).to(DEVICE), places, places, 19)
 
 
-def test_replicas_draw_apart_and_ranks_alike(monkeypatch):
-    monkeypatch.setattr(vllm_states, "UvaBackedTensor", OnTheHost)
+def test_replicas_draw_apart_and_ranks_alike():
     first, rank, replica = noise_of(0), noise_of(0), noise_of(1)
     for own, same, other in zip(first, rank, replica):
         assert torch.equal(own, same)

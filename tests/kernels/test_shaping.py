@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.states import RequestState
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import NO_LIMITS, integers
@@ -19,79 +22,28 @@ from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
 VOCAB_SIZE, GAMMA, MAX_PROPOSAL, NUM_STATES, MAX_LEN = 77, 3, 6, 7, 20
 PROMPT_LEN = 5
 NUM_ROWS = 6
+ENDS_LATE = dict(min_tokens=35, max_tokens=40, stop_token_ids=[4])
 # By state: what each request asks. Nothing, everything, then one thing each.
-ASKED: list[dict] = [
-    {},
-    dict(
-        penalties=(1.3, 0.2, 0.7),
-        bad_words=[[9], [1, 2, 3], [2, 4], [31, 7]],
-        bias={3: 2.5, 8: -4.0},
-        min_len=10,  # reached within the round
-        stop=[6, 70],
+ASKED = [
+    SamplingParams(),
+    SamplingParams(
+        repetition_penalty=1.3,
+        frequency_penalty=0.2,
+        presence_penalty=0.7,
+        _bad_words_token_ids=[[9], [1, 2, 3], [2, 4], [31, 7]],
+        logit_bias={3: 2.5, 8: -4.0},
+        min_tokens=5,  # reached within the round
+        stop_token_ids=[6, 70],
     ),
-    dict(penalties=(1.05, 0.0, 0.0)),
-    dict(bad_words=[[7, 8], [5, 7, 8]]),
-    dict(allowed=[4], min_len=40, stop=[4], restores=True),  # or there would be none to draw
-    dict(bad_words=[[9]], penalties=(1.0, 0.0, 2.0)),
-    dict(allowed=[1, 4, 60], min_len=40, stop=[4]),
+    SamplingParams(repetition_penalty=1.05),
+    SamplingParams(_bad_words_token_ids=[[7, 8], [5, 7, 8]]),
+    # With a grammar the end is let in again where nothing else is left.
+    SamplingParams(
+        allowed_token_ids=[4], structured_outputs=StructuredOutputsParams(regex="a"), **ENDS_LATE
+    ),
+    SamplingParams(_bad_words_token_ids=[[9]], presence_penalty=2.0),
+    SamplingParams(allowed_token_ids=[1, 4, 60], **ENDS_LATE),
 ]
-
-
-def on_device(values, dtype):
-    tensor = torch.tensor(values, dtype=dtype, device=DEVICE)
-    return SimpleNamespace(gpu=tensor, np=tensor.cpu().numpy())
-
-
-def padded(lists, width: int) -> torch.Tensor:
-    return torch.tensor([[*its, *[0] * (width - len(its))] for its in lists], device=DEVICE)
-
-
-def states() -> tuple[LogitBiasState, PenaltiesState, BadWordsState]:
-    """Make vLLM's states with the parameters of ``ASKED``."""
-
-    def integer(values):
-        return on_device(values, torch.int32)
-
-    bias = LogitBiasState.__new__(LogitBiasState)
-    allowed, biases, stops = (
-        [its.get(key, []) for its in ASKED] for key in ("allowed", "bias", "stop")
-    )
-    bias.use_logit_bias = np.array([bool(a or b or s) for a, b, s in zip(allowed, biases, stops)])
-    bias.num_allowed_token_ids = integer([len(its) for its in allowed])
-    bias.allowed_token_ids = SimpleNamespace(gpu=padded(allowed, 8).int())
-    bias.num_logit_bias = integer([len(its) for its in biases])
-    bias.logit_bias_token_ids = SimpleNamespace(gpu=padded(map(list, biases), 8).int())
-    values = [[*its.values()] if its else [] for its in biases]
-    bias.logit_bias = SimpleNamespace(gpu=padded(values, 8).float())
-    bias.min_lens = integer([its.get("min_len", 0) for its in ASKED])
-    bias.num_stop_token_ids = integer([len(its) for its in stops])
-    bias.restore_when_all_masked = integer([its.get("restores", False) for its in ASKED])
-    bias.stop_token_ids = SimpleNamespace(gpu=padded(stops, 8).int())
-
-    penalties = [its.get("penalties", (1.0, 0.0, 0.0)) for its in ASKED]
-    generator = torch.Generator().manual_seed(1)
-    own = PenaltiesState.__new__(PenaltiesState)
-    own.__dict__.update(
-        use_penalty=np.array([its != (1.0, 0.0, 0.0) for its in penalties]),
-        prompt_bin_mask=torch.randint(
-            -(2**31), 2**31, (NUM_STATES, -(-VOCAB_SIZE // 32)), generator=generator
-        ).to(DEVICE, torch.int32),
-        output_bin_counts=torch.randint(0, 3, (NUM_STATES, VOCAB_SIZE), generator=generator).to(
-            DEVICE, torch.int32
-        ),
-    )
-    names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    for name, values in zip(names, zip(*penalties)):
-        setattr(own, name, on_device(values, torch.float32))
-
-    words = BadWordsState.__new__(BadWordsState)
-    asked = [its.get("bad_words", []) for its in ASKED]
-    flat = [[token for word in its for token in word] for its in asked]
-    words.bad_word_token_ids = SimpleNamespace(gpu=padded(flat, 16).int())
-    starts = [np.cumsum([0, *map(len, its)]).tolist() for its in asked]
-    words.bad_word_offsets = SimpleNamespace(gpu=padded(starts, 7).int())
-    words.num_bad_words = integer([len(its) for its in asked])
-    return bias, own, words
 
 
 @pytest.fixture
@@ -113,14 +65,21 @@ def made():
     known[1, PROMPT_LEN - 1 : PROMPT_LEN + 1] = integers([2, 1])
     rows.proposal[1, :2] = torch.tensor([9, 1])
     rows.drafted[1, :3] = integers([2, 31, 1])
-    bias, penalties, words = states()
-    req_states = SimpleNamespace(
-        prompt_len=on_device([PROMPT_LEN] * NUM_STATES, torch.int32),
-        all_token_ids=SimpleNamespace(gpu=known),
+    req_states = RequestState(
+        NUM_STATES, MAX_LEN, MAX_LEN, MAX_PROPOSAL, VOCAB_SIZE, DEVICE, use_dense_all_token_ids=True
     )
-    words.req_states = req_states
-    sampler = SimpleNamespace(logits_processors=[bias, penalties, words, None])
-    return rows, LogitsProcessing(sampler, req_states, rows), (bias, penalties, words, req_states)
+    req_states.all_token_ids.gpu.copy_(known)
+    for lengths in (req_states.prompt_len, req_states.prefill_len):
+        lengths.np.fill(PROMPT_LEN)
+        lengths.copy_to_uva()
+    processors = [of(None, req_states) for of in (LogitBiasState, PenaltiesState, BadWordsState)]
+    for processor in processors:
+        for state, params in enumerate(ASKED):
+            processor.add_request(state, params)
+        processor.apply_staged_writes()
+    processors[1].output_bin_counts.random_(3)
+    sampler = SimpleNamespace(logits_processors=[*processors, None])
+    return rows, LogitsProcessing(sampler, req_states, rows), (*processors, req_states)
 
 
 def by_vllm(logits: torch.Tensor, state: int, begin: int, fed: list[int], of_vllm) -> torch.Tensor:
@@ -139,7 +98,7 @@ def by_vllm(logits: torch.Tensor, state: int, begin: int, fed: list[int], of_vll
         input_ids=integers(fed),
         expanded_local_pos=places,
     )
-    req_states.total_len = on_device([begin + 1] * NUM_STATES, torch.int32)
+    req_states.total_len.gpu.fill_(begin + 1)
     flat = logits.repeat(count, 1)
     for processor in processors:
         flat = processor.apply(flat, context)
@@ -225,7 +184,8 @@ def test_parameters_are_read_anew_for_each_proposal(made):
     shaping.begin()
     logits = torch.ones(NUM_ROWS, VOCAB_SIZE, device=DEVICE)
     before = shaping.apply(logits.clone(), 0)
-    penalties.presence_penalty = on_device([9.0] * NUM_STATES, torch.float32)
+    penalties.presence_penalty.np.fill(9.0)
+    penalties.presence_penalty.copy_to_uva()
     assert torch.equal(shaping.apply(logits.clone(), 0), before), "within a proposal it stays"
     shaping.begin()
     assert not torch.equal(shaping.apply(logits.clone(), 0), before)

@@ -6,11 +6,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sam
 
 from tests.calibration import assert_rate
 from tests.kernels.device import DEVICE
-from tests.kernels.tensors import distributions, level_logits, new_counters, some_rows
-from vllm_triforce.kernels.draw import ExponentialSampler
+from tests.kernels.tensors import some_rows, verify
 from vllm_triforce.kernels.row_table import OutcomeColumn
 from vllm_triforce.kernels.synthetic import ACCEPT_ALL, SyntheticTest
-from vllm_triforce.kernels.verification import verify_drafts
 
 NUM_ROWS, VOCAB = 400, 11
 # Seeds that are near each other, as a user's may be.
@@ -34,15 +32,8 @@ def test_level_2_accepts_at_the_rate(rate, all_greedy):
         temperature=torch.zeros(NUM_ROWS) if all_greedy else temperature,
         seeds=SEEDS,
     )
-    draft = distributions(torch.zeros(NUM_ROWS, gamma, VOCAB), temperature)
-    verify_drafts(
-        rows,
-        level_logits(target, None if all_greedy else temperature),
-        None if all_greedy else draft,
-        ExponentialSampler(NUM_ROWS, VOCAB, DEVICE),
-        new_counters(),
-        rate,
-    )
+    draft = torch.zeros(NUM_ROWS, gamma, VOCAB)
+    verify(rows, target, None if all_greedy else temperature, draft, rate)
     outcomes = rows.outcomes[:NUM_ROWS].sum(0).tolist()
     accepted = outcomes[OutcomeColumn.LEVEL1_ACCEPTED]
     assert_rate(accepted, accepted + outcomes[OutcomeColumn.LEVEL1_REJECTED], rate)

@@ -6,19 +6,11 @@ import torch
 from tests.kernels import oracles
 from tests.kernels.device import DEVICE
 from tests.kernels.noise_probe import probe
-from tests.kernels.tensors import (
-    counted,
-    distributions,
-    integers,
-    level_logits,
-    new_counters,
-    some_rows,
-)
-from vllm_triforce.kernels.draw import ExponentialSampler, LevelLogits, draw_drafts
+from tests.kernels.tensors import counted, integers, level_logits, some_rows, verify
+from vllm_triforce.kernels.draw import ExponentialSampler, draw_drafts
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
 from vllm_triforce.kernels.row_table import RowColumn
-from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.metrics.counters import DeviceCounter
 
 NUM_SPECULATIVE_TOKENS = 6
@@ -71,14 +63,7 @@ def test_verification(vocab_size, gamma, certain):
         temperature=temperature,
         seeds=seeds,
     )
-    counters = new_counters()
-    verify_drafts(
-        rows,
-        level_logits(target, temperature),
-        None if certain else distributions(draft, temperature),
-        ExponentialSampler(num_rows, vocab_size, DEVICE),
-        counters,
-    )
+    counters = verify(rows, target, temperature, None if certain else draft)
     accepted = 0
     for row in range(num_rows):
         before, count = int(length[row]), int(num_drafted[row])
@@ -119,7 +104,7 @@ def test_verification(vocab_size, gamma, certain):
 
 @pytest.mark.parametrize("vocab_size", [19, 5000])
 def test_all_greedy_batches_need_no_distributions(vocab_size):
-    best = integers([[4, 5, 6], [1, 2, 3], [7, 8, 9]], torch.int64)
+    best = torch.tensor([[4, 5, 6], [1, 2, 3], [7, 8, 9]])
     rows = some_rows(
         3,
         gamma=2,
@@ -128,13 +113,7 @@ def test_all_greedy_batches_need_no_distributions(vocab_size):
         drafted=[[4, 5], [1, 9], [9, 9]],
         num_drafted=[2, 2, 0],
     )
-    verify_drafts(
-        rows,
-        LevelLogits(best, best.float(), None),
-        None,
-        ExponentialSampler(3, vocab_size, DEVICE),
-        new_counters(),
-    )
+    verify(rows, torch.nn.functional.one_hot(best, vocab_size).float(), None)
     assert rows.num_emitted[:3].tolist() == [3, 2, 1]
     assert rows.proposal[:3].tolist() == [
         [4, 5, 6, 0, 0, 0],
@@ -179,7 +158,7 @@ def test_logits_that_are_not_numbers_end_the_proposal():
     target = torch.zeros(2, 2, 5)
     target[0] = torch.nan
     draft = torch.full((2, 1, 5), torch.nan)
-    temperature, counters = torch.ones(2), new_counters()
+    temperature = torch.ones(2)
     rows = some_rows(
         2,
         gamma=1,
@@ -192,13 +171,7 @@ def test_logits_that_are_not_numbers_end_the_proposal():
         temperature=temperature,
         seeds=[1, 2],
     )
-    verify_drafts(
-        rows,
-        level_logits(target, temperature),
-        distributions(draft, temperature),
-        ExponentialSampler(2, 5, DEVICE),
-        counters,
-    )
+    counters = verify(rows, target, temperature, draft)
     assert rows.length[:2].tolist() == [1, 2] and rows.room[:2].tolist() == [1, 6]
     assert 0 <= rows.proposal[1, 1] < 5
     assert (rows.proposal[0] == -7).all()
@@ -221,7 +194,6 @@ def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, 
     target = torch.full((3, 4, 9), -50.0)
     target[..., 4] = 50
     target[1, place, 2] = torch.nan
-    counters = new_counters()
     temperatures = torch.tensor([temperature, temperature, 0.0])
     rows = some_rows(
         3,
@@ -234,13 +206,7 @@ def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, 
         temperature=temperatures,
         seeds=[1, 2, 3],
     )
-    verify_drafts(
-        rows,
-        level_logits(target, None if temperature == 0 else temperatures),
-        None,
-        ExponentialSampler(3, 9, DEVICE),
-        counters,
-    )
+    counters = verify(rows, target, None if temperature == 0 else temperatures)
     length, proposal = rows.length.tolist(), rows.proposal.tolist()
     assert [proposal[row][: length[row]] for row in range(3)] == [[4] * 3, left, [4] * 3]
     assert rows.room[:3].tolist() == [6, len(left) if found else 6, 6]
@@ -253,15 +219,8 @@ def test_a_proposal_ends_with_its_last_round():
     target = torch.full((2, 3, 9), -50.0)
     target[..., 4] = 50
     rows = some_rows(2, gamma=2, room=6, rounds_left=[3, 1], drafted=4, num_drafted=1)
-    arguments = (
-        rows,
-        level_logits(target, None),
-        None,
-        ExponentialSampler(2, 9, DEVICE),
-        new_counters(),
-    )
     for lengths in ([2, 2], [4, 2], [6, 2]):
-        verify_drafts(*arguments)
+        verify(rows, target, None)
         assert rows.length[:2].tolist() == lengths
     assert rows.room[:2].tolist() == [6, 2]
     # None was rejected: rounds, and a token of level 1 in each.
