@@ -16,9 +16,6 @@ class BoundaryWatch:
 
     def __init__(self, runner) -> None:
         self.faults: list[str] = []
-        self.num_steps = 0
-        self.num_tested = 0
-        """Drafted tokens of sampled requests that came with a distribution."""
         self._forward: Callable = runner.rejection_sampler.forward
         runner.rejection_sampler.forward = self.forward
 
@@ -27,7 +24,6 @@ class BoundaryWatch:
         return faults
 
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
-        self.num_steps += 1
         self.faults += self._look(metadata, draft_probs, logits, sampling_metadata)
         return self._forward(metadata, draft_probs, logits, sampling_metadata)
 
@@ -56,7 +52,6 @@ class BoundaryWatch:
         for place in range(len(owners)):
             if not is_sampled[place]:
                 continue
-            self.num_tested += 1
             row, token = draft_probs[place], int(drafted[place])
             if not abs(float(row.sum()) - 1) < TOLERANCE or float(row.min()) < 0:
                 found.append(f"sum: a distribution sums to {float(row.sum())}, {counts} drafted")

@@ -1,6 +1,5 @@
 """Run random streams through random engines, both drawn by hypothesis."""
 
-import copy
 import json
 import sys
 import time
@@ -21,8 +20,6 @@ OF_SMOLLM2 = 5
 SHRINK_SECONDS = 60
 # Of a right distribution once in a hundred thousand runs; looked at after every engine.
 LEAST_P_VALUE = 1e-5
-# Of a right distribution with one engine in a hundred: where to look if the pools of all are low.
-UNUSUAL_P_VALUE = 0.01
 
 
 @dataclass
@@ -85,7 +82,6 @@ class Campaign:
         running = self._start(chosen)
         if running is None:
             return
-        before = copy.deepcopy(self.judge.distribution.pools)
         acceptance = running.acceptance
         if chosen["model"] == "smollm2":
             per_engine = max(1, per_engine // OF_SMOLLM2)
@@ -118,9 +114,6 @@ class Campaign:
             if pool.p_value() < LEAST_P_VALUE:
                 fault = Fault("distribution", f"{name}: {pool.p_values()}")
                 self._keep(chosen, [], 0, fault)
-            own = pool.since(before[name])
-            if own.p_value() < UNUSUAL_P_VALUE:
-                self._log(f"unusual, {name}: {own.p_values()} with {json.dumps(chosen)}\n")
         self._log(f"{len(self.engines)} engines, {self.judge.counts['driven']} streams\n")
 
     def _start(self, chosen: dict) -> Running | None:

@@ -8,7 +8,6 @@ place within a step: whether a step has a j-th token is known before that token 
 each place is a fair pool of its own, while "the last of a step" would not be one.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 
@@ -75,8 +74,6 @@ class Pool:
     surplus: torch.Tensor | float = 0.0
     covariance: torch.Tensor | float = 0.0
     num_tokens: int = 0
-    num_left_out: int = 0
-    """Tokens that cannot tell anything, or that rounding may have let in."""
 
     def add(self, probs: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> None:
         """
@@ -85,8 +82,8 @@ class Pool:
             tokens, places: [num_tokens]; places within the tokens' steps.
         """
         own = probs.gather(1, tokens[:, None])[:, 0]
+        # Others cannot tell anything, or rounding may have let them in.
         told = (probs.amax(1) < 1 - 1e-6) & (own > 0)
-        self.num_left_out += int((~told).sum())
         probs, tokens, places, own = probs[told], tokens[told], places[told], own[told]
         self.num_tokens += len(tokens)
         groups = places.clamp(max=2)
@@ -101,11 +98,6 @@ class Pool:
         entropy = -(probs * logs).sum(1)
         self.surprise.index_add_(0, groups, -own.log() - entropy)
         self.variance.index_add_(0, groups, (probs * logs**2).sum(1) - entropy**2)
-
-    def since(self, before: "Pool") -> "Pool":
-        """What came after ``before``, a copy of an earlier state."""
-        names = [field.name for field in dataclasses.fields(self)]
-        return Pool(**{name: getattr(self, name) - getattr(before, name) for name in names})
 
     def add_frequencies(self, probs: torch.Tensor, tokens: torch.Tensor) -> None:
         """How often each token came; for small vocabularies."""

@@ -39,7 +39,6 @@ class Answer:
     is_aborted: bool = False
     num_after_end: int = 0
     """Outputs after the request had finished or was aborted."""
-    num_steps: int = 0
     prompt_logprobs: list | None = None
 
 
@@ -138,7 +137,6 @@ def _note(answer: Answer, output) -> None:
     if answer.is_aborted or answer.num_finished:
         answer.num_after_end += 1
         return
-    answer.num_steps += 1
     answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
     for found in output.outputs:
         choice = answer.choices.setdefault(found.index, Choice())

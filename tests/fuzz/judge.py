@@ -46,6 +46,11 @@ class Running:
         self.watch = BoundaryWatch(runner) if is_v1 else None
         self.acceptance = Acceptance()
 
+    def boundary_faults(self) -> list[Fault]:
+        """Of the steps since they were asked for."""
+        lines = [] if self.watch is None else self.watch.take()
+        return [Fault("boundary", line) for line in dict.fromkeys(lines)]
+
     def end(self) -> None:
         """Also of one that is broken."""
         if "connector" in self.settings["engine"]:
@@ -64,9 +69,6 @@ class Judge:
     seeds: Seeds = field(default_factory=Seeds)
     distribution: Distribution = field(default_factory=Distribution)
     counts: Counter = field(default_factory=Counter)
-    watches_boundary: bool = True
-    compares_greedy: bool = True
-    compares_alone: bool = True
 
     def check(self, running: Running, stream: list[dict], seed: int, pools: bool = True):
         """Drives one stream and checks it.
@@ -82,22 +84,19 @@ class Judge:
         torch.manual_seed(seed)
         try:
             answers = drive(running.llm, model, stream)
-            pairs, unlike = [], []
-            if self.compares_alone:
-                pairs = compared_acceptance(running.llm, settings, stream, answers, seed)
-                unlike = self.seeds.differences(running.llm, settings, stream, answers)
+            pairs = compared_acceptance(running.llm, settings, stream, answers, seed)
+            unlike = self.seeds.differences(running.llm, settings, stream, answers)
             left = kept(running.llm, model)
         except Exception as error:
-            return [*self._boundary(running), Fault("engine", _where(error), True)]
+            return [*running.boundary_faults(), Fault("engine", _where(error), True)]
         running.acceptance.add(stream, pairs)
-        faults = self._boundary(running)
+        faults = running.boundary_faults()
         faults += [Fault("seeds", what) for what in unlike]
         faults += [Fault("kept", what, True) for what in left]
         badly = badly_answered(model, max_model_len_of(settings), stream, answers)
         faults += [Fault("answers", what) for what in badly]
-        if self.compares_greedy:
-            differences = self.stock.differences(settings, stream, answers)
-            faults += [Fault("greedy", what) for what in differences]
+        differences = self.stock.differences(settings, stream, answers)
+        faults += [Fault("greedy", what) for what in differences]
         distribution = self.distribution if pools else Distribution()
         mode = settings["engine"].get("logprobs_mode", "raw_logprobs")
         if "kv_cache_dtype" not in settings["engine"]:  # which the distribution's model lacks
@@ -105,21 +104,12 @@ class Judge:
                 Fault("sampled", what) for what in distribution.add(model, stream, answers, mode)
             ]
         if pools:
-            self.counts["streams"] += 1
             self.counts["requests"] += len(stream)
             self.counts["tokens"] += sum(
                 len(choice.token_ids) for answer in answers for choice in answer.choices.values()
             )
             self.counts["aborted"] += sum(answer.is_aborted for answer in answers)
         return faults
-
-    def _boundary(self, running: Running) -> list[Fault]:
-        if running.watch is None:
-            return []
-        lines = running.watch.take()
-        if not self.watches_boundary:
-            return []
-        return [Fault("boundary", line) for line in dict.fromkeys(lines)]
 
 
 def _where(error: Exception) -> str:

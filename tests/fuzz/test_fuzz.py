@@ -11,13 +11,14 @@ import time
 from contextlib import contextmanager
 
 import pytest
+import torch
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.asked import target_logits
 from tests.child import run
 from tests.fuzz.distribution import Distribution
 from tests.fuzz.drive import Answer, Choice, drive
-from tests.fuzz.judge import Judge, Running
+from tests.fuzz.judge import Running
 from tests.fuzz.models import target_of, tokens_of
 from tests.models import PAIR
 from tests.parity.disturbing import replaced
@@ -85,12 +86,15 @@ def fault():
 def streams_until_caught(
     running: Running, most: int, first: int = 0, watches_boundary: bool = True
 ) -> tuple[int | None, dict[str, float]]:
-    """Streams until a check other than greedy ones says that something is wrong; p-values."""
-    judge = Judge(watches_boundary=watches_boundary, compares_greedy=False, compares_alone=False)
-    pool = judge.distribution.pools["without seed"]
+    """Streams until something is wrong with what is sampled; p-values."""
+    distribution = Distribution()
+    pool = distribution.pools["without seed"]
     for i in range(most):
-        faults = judge.check(running, mixed_stream(first + i), first + i)
-        if faults or pool.p_value() < LEAST_P_VALUE:
+        stream = mixed_stream(first + i)
+        torch.manual_seed(first + i)
+        excluded = distribution.add("small", stream, drive(running.llm, "small", stream))
+        at_boundary = running.boundary_faults() if watches_boundary else []
+        if excluded or at_boundary or pool.p_value() < LEAST_P_VALUE:
             return i + 1, pool.p_values()
     return None, pool.p_values()
 
