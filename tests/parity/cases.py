@@ -194,8 +194,8 @@ def _dice() -> list[Case]:
 
 
 def _in_pass() -> list[Case]:
-    """Selection inside level 2's passes, by requests above and below the budget. Where the policy is
-    named its kernels select: tests/v2/engine.py."""
+    """Selection inside level 2's passes, by requests above and below the budget: by kernels, as the
+    policy is named (tests/v2/engine.py)."""
     skip = {"host": "all of its cases select in this way"}
     return [
         Case(
