@@ -1142,55 +1142,39 @@ TWELVE = dict(
     num_recent_tokens=28,
 )
 # Penalties depend on what the request itself has sampled: the oracle is told.
-ASKED = {
-    "min_p": dict(temperature=1.0, min_p=0.2),
-    "min_p, top_k": dict(temperature=0.8, min_p=0.05, top_k=6),
-    "logit_bias": dict(temperature=1.0, logit_bias={3: 2.0, 5: -3.0}),
-    "allowed": dict(temperature=0.9, allowed_token_ids=[1, 3, 4, 6, 8, 10]),
-    "penalties": dict(
-        temperature=1.0, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.9
-    ),
-    "bias and penalty": dict(temperature=1.0, repetition_penalty=2.0, logit_bias={4: 3.0, 7: -4.0}),
-}
+ASKED = (
+    dict(temperature=1.0),
+    NARROW,
+    dict(temperature=1.0, min_p=0.2),
+    dict(temperature=0.8, min_p=0.05, top_k=6),
+    dict(temperature=1.0, logit_bias={3: 2.0, 5: -3.0}),
+    dict(temperature=0.9, allowed_token_ids=[1, 3, 4, 6, 8, 10]),
+    dict(temperature=1.0, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.9),
+    dict(temperature=1.0, repetition_penalty=2.0, logit_bias={4: 3.0, 7: -4.0}),
+)
 
 
 def _joint() -> list[Case]:
-    def completions(count: int, asked: list[Mapping], n: int = 1) -> tuple[Round, ...]:
+    def completions(count: int, asked: tuple[Mapping, ...], n: int = 1) -> tuple[Round, ...]:
         batch = tuple(Request(0, 300, {**own, "max_tokens": 4, "n": n}) for own in asked)
         return (batch * (count // n),)
 
     shape = dict(model="twelve", keys=TWELVE, engine=dict(max_model_len=512, max_num_seqs=64))
-    cases = [
-        Case(
-            f"joint-{source}-{name}",
-            "4,000 completions follow the exact joint distribution of two speculated tokens.",
-            completions(4000, [asked]),
-            ("joint", "rejected at both levels"),
-            source=source,
-            **shape,
-            skip=slow(stand_in),
-        )
-        for source, stand_in in (
-            ("draft_model", "in pass-sampled"),
-            ("prompt_lookup", "sampled-various"),
-        )
-        for name, asked in (("T=1", dict(temperature=1.0)), ("T=0.6", NARROW))
-    ]
     return [
-        *cases,
         Case(
-            "joint, other parameters",
-            "Each request of a batch has its own distribution, also with min_p and logit_bias, "
-            "which vLLM rejects with any other speculation.",
-            completions(1500, list(ASKED.values()), n=10),
-            ("joint", "rejected by level 3"),
+            "joint",
+            "2,000 completions of each request of a batch follow the exact joint distribution of "
+            "two speculated tokens, also with min_p and logit_bias, which vLLM rejects with any "
+            "other speculation.",
+            completions(2000, ASKED, n=10),
+            ("joint", "rejected at both levels"),
             **shape,
             skip=slow("sampled-various"),
         ),
         Case(
             "joint, the reference's mistake",
             "The joint test fails where the recovered token is drawn as in the published code.",
-            completions(3000, [dict(temperature=1.0)]),
+            completions(3000, ASKED[:1]),
             ("not joint",),
             **shape,
             disturbance=("recovered from the whole",),
@@ -1275,10 +1259,7 @@ THOROUGH = {
         *("dice-biased", "in pass-greedy", "mtp-sampled directly", "nan-sampled-1"),
         *("windows-gemma4-dice", "windows-mimo-v2-dice"),
     },
-    "host": {
-        *(case.name for case in _sweeps()[:-1]),
-        *("joint-draft_model-T=0.6", "joint-prompt_lookup-T=0.6", "joint-prompt_lookup-T=1"),
-    },
+    "host": {case.name for case in _sweeps()[:-1]},
 }
 _NAMED: dict[str, Case] = {case.name: case for case in _all()}
 assert len(_NAMED) == len(_all()), "two cases have one name"

@@ -32,8 +32,6 @@ JOBS = "jobs.pickle"
 class Device:
     """All jobs in one child process, one after the other, each awaited when it is asked for."""
 
-    name = "device"
-
     def __init__(self, jobs: list[Job], folder: Path) -> None:
         self._folder = folder
         self._numbers = {job.name: number for number, job in enumerate(jobs)}
@@ -146,8 +144,6 @@ class _PredictedBytes:
 
 class _Inside:
     """The driver, in the child."""
-
-    name = "device"
 
     def __init__(self) -> None:
         self._engines = EnginesV2()

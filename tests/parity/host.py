@@ -4,20 +4,15 @@ from contextlib import contextmanager
 
 from tests.inside import built, worker_of
 from tests.parity.disturbing import Poison, are_finite, replaced
-from tests.parity.running import Job, Seen, run
+from tests.parity.running import Job
 from vllm_triforce.core.limits import logger
 from vllm_triforce.runner_v1 import levels
 from vllm_triforce.runner_v1 import verification as inner
 
 
 class Host:
-    name = "host"
-
     def __init__(self, engines) -> None:
         self._engines = engines
-
-    def outcome(self, job: Job) -> Seen:
-        return run(job, self)
 
     def engine(self, job: Job):
         return self._engines.get(job.target, job.triforce, **job.engine)

@@ -60,8 +60,6 @@ class Seen:
 class Driver(Protocol):
     """A runner, and how to reach into it."""
 
-    name: str
-
     def engine(self, job: Job): ...
 
     def policy(self, llm) -> str: ...
