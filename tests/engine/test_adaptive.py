@@ -105,31 +105,38 @@ def test_the_default_starts_in_bfloat16(engines, gqa_pair, selection):
 
 
 @pytest.mark.parametrize(
-    "with_draft", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["draft", "lookup"]
+    "with_draft, temperature, seed",
+    [(True, 0.0, 13), (True, 0.8, 23), pytest.param(False, 0.0, 14, marks=pytest.mark.thorough)],
+    ids=["draft", "beside sampled", "lookup"],
 )
-def test_random_decisions_greedy(engines, pair, with_draft, text):
+def test_random_decisions_greedy(engines, pair, with_draft, temperature, seed, text):
+    """Whatever others of a batch propose, sampled ones too, greedy requests get stock's tokens."""
     keys = triforce(retrieval_budget=256, adaptive=True, gamma=None)
     if with_draft:
         keys["model"] = pair["draft"]
     llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
     prompts = [text[i * 150 :][: 40 + 150 * i] for i in range(12)]
     prompts[3] = prompts[3][:100] * 5  # repeats itself: lookups are right
+    sampled = [i % 2 == 0 and temperature > 0 for i in range(12)]
+    params = [
+        SamplingParams(temperature=temperature * its, top_p=0.9, max_tokens=64, ignore_eos=True)
+        for its in sampled
+    ]
     before = counters_of(llm)
-    with rolled(llm, seed=13 + (not with_draft)) as dice:
-        found = generate(llm, prompts, max_tokens=64)
+    with rolled(llm, seed) as dice:
+        outputs = run(llm, prompts, params)
     counted = counters_of(llm).since(before)
-    for p, wanted, tokens in zip(prompts, generate(stock, prompts, max_tokens=64), found):
-        assert_same_tokens(stock, p, wanted, tokens)
+    answers = generate(stock, prompts, max_tokens=64)
+    for p, wanted, output, its in zip(prompts, answers, outputs, sampled):
+        tokens = list(output.outputs[0].token_ids)
+        assert len(tokens) == 64
+        if not its:
+            assert_same_tokens(stock, p, wanted, tokens)
     assert counted.num_level2_accepted > 60 and counted.num_level3_rejections > 10
     names = [source.name for source in controller_of(llm).sources]
-    wanted = {
-        "rest",
-        PLAIN_ROUTE,
-        HIERARCHICAL,
-        *names,
-        *(f"level 1: {name}" for name in [None, *names]),
-    }
-    assert all(dice.decided[name] > 2 for name in wanted), dice.decided
+    levels = [f"level 1: {name}" for name in [None, *names]]
+    for name in ("rest", PLAIN_ROUTE, HIERARCHICAL, *names, *levels):
+        assert dice.decided[name] > 2, dice.decided
 
 
 @pytest.mark.parametrize(
@@ -164,25 +171,6 @@ def test_random_decisions_without_level2(engines, models, prompt, exact):
     names = {source.name for source in controller_of(llm).sources}
     assert names == {"draft_model", "prompt_lookup"}
     assert all(dice.decided[name] > 10 for name in names), dice.decided
-
-
-def test_random_decisions_for_greedy_beside_sampled(engines, pair, text):
-    """Whatever the sampled requests of a batch propose, the greedy ones get stock's tokens."""
-    keys = triforce(retrieval_budget=256, adaptive=True, gamma=None, model=pair["draft"])
-    llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
-    prompts = [text[i * 200 :][: 60 + 90 * i] for i in range(8)]
-    params = [
-        SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, max_tokens=48, ignore_eos=True)
-        for i in range(8)
-    ]
-    with rolled(llm, seed=23) as dice:
-        outputs = run(llm, prompts, params)
-    found = [list(output.outputs[0].token_ids) for output in outputs][::2]
-    wanted = generate(stock, prompts[::2], max_tokens=48)
-    for p, w, tokens in zip(prompts[::2], wanted, found):
-        assert_same_tokens(stock, p, w, tokens)
-    assert dice.decided["draft_model"] > 2
-    assert all(len(o.outputs[0].token_ids) == 48 for o in outputs)
 
 
 def test_a_draft_that_nobody_asks_keeps_steps_comparable(engines, pair, monkeypatch, text):

@@ -11,17 +11,18 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import triforce
+from tests.fuzz.models import save_tokenizer
 from tests.inside import drive, worker_of
 from tests.joint import (  # noqa: F401, exact, models and prompt are fixtures
     NUM_TOKENS,
     VOCAB,
     asked_joint,
     exact,
+    make_models,
     models,
     prompt,
     pvalue,
 )
-from tests.models import make_llama
 from tests.outputs import run
 from tests.parity.cases import TWELVE
 from tests.parity.disturbing import watch
@@ -41,32 +42,17 @@ def sampled(max_tokens: int = NUM_TOKENS, **params) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, detokenize=False, **params)
 
 
-# A token of the vocabulary is a letter; two of them, bos and eos, are none.
-LETTERS = "??" + "abcdefghijklmnop"[: VOCAB - 2]
+# The tokens of the vocabulary behind bos and eos.
+LETTERS = "abcdefghijklmnop"[: VOCAB - 2]
 ALLOWED = "bdfhj"
 
 
 @pytest.fixture(scope="module")
 def models_with_letters(tmp_path_factory):
     """As ``models``, with a tokenizer of one token per letter."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("letters")
-    shape = dict(vocab_size=VOCAB, hidden_size=64, num_heads=4, num_kv_heads=2, std=0.09)
-    made = {
-        "target": make_llama(folder / "target", num_layers=2, query_scale=6, seed=3, **shape),
-        "draft": make_llama(folder / "draft", num_layers=1, seed=4, **shape),
-    }
-    names = ["<s>", "</s>", *LETTERS[2:]]
-    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="<s>"))
-    tokenizer.pre_tokenizer = Split("", "isolated")
+    made = make_models(tmp_path_factory.mktemp("letters"))
     for path in made.values():
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
-        ).save_pretrained(path)
+        save_tokenizer(path, LETTERS)
     return made
 
 
@@ -92,7 +78,7 @@ def test_sampled_with_a_grammar(engines, models_with_letters, prompt, exact):  #
     counted = counters_of(llm).since(before)
     assert counted.num_level2_accepted > 240 and counted.num_level3_rejections > 240
     assert counted.num_proposed > counted.num_level2_drafted + 240, "none was cut"
-    allowed = [token for token, letter in enumerate(LETTERS) if letter in ALLOWED]
+    allowed = [2 + LETTERS.index(letter) for letter in ALLOWED]
     joint = asked_joint(exact, prompt, {"temperature": 1.0, "allowed_token_ids": allowed})
     samples = np.array([output.outputs[0].token_ids for output in outputs])
     assert pvalue(samples, joint) > 1e-4

@@ -56,7 +56,7 @@ def target_of(model: str) -> str:
         target = make_mimo(scratch() / "mimo", **shape)
     else:
         target = make_llama(scratch() / "target", num_heads=4, **shape)
-    _save_tokenizer(target)
+    save_tokenizer(target)
     return target
 
 
@@ -94,11 +94,12 @@ def adapter_of(model: str, number: int) -> str:
     return make_adapter(scratch() / f"adapter-{model}-{number}", target_of(model), seed=number)
 
 
-def _save_tokenizer(folder: str) -> None:
+def save_tokenizer(folder: str, characters: str = CHARACTERS) -> None:
+    """Save a tokenizer with a token for each character."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {"<s>": BOS, "</s>": EOS} | {c: 2 + i for i, c in enumerate(CHARACTERS)}
+    vocab = {"<s>": BOS, "</s>": EOS} | {c: 2 + i for i, c in enumerate(characters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(
