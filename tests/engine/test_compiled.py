@@ -95,17 +95,14 @@ def main() -> None:
     engines, found = Engines(keep=1), []
     for keys in json.loads(sys.argv[1]):
         before = compilation_counter.clone()
-        begun = os.times()
         llm = engines.get(str(PAIR / "target"), keys, **ENGINE)
         answered = answers(llm)
-        ended = os.times()
         counted = None if keys is None else counters_of(llm)
         found.append(
             {
                 "tokens": answered,
                 "compiled": compilation_counter.num_aot_compiles - before.num_aot_compiles,
                 "counted": {} if keys is None else asdict(counted) | {"time_seconds": 0},
-                "cpu_s": sum(ended[:4]) - sum(begun[:4]),
             }
         )
     say(found)

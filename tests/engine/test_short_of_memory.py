@@ -51,9 +51,40 @@ def test_as_many_steps_as_stock_where_nothing_is_speculated_on(engines, pair, st
     assert found <= wanted / 0.98 and lost == 0, (wanted, found, lost)
 
 
-def fits_exactly(stock, llm, text, loop, length: int, is_drafting: bool = True) -> None:
+ALWAYS, CHOOSING = triforce(**LONG), {"method": "triforce", "num_speculative_tokens": 32}
+# 25 blocks for the longest request.
+OF_800 = dict(max_model_len=800, max_num_batched_tokens=256, max_num_seqs=4)
+
+
+def with_model(keys: dict, pair, with_draft: bool) -> dict:
+    return {**keys, "model": pair["draft"]} if with_draft else keys
+
+
+@pytest.mark.parametrize(
+    "limits, with_draft, keys",
+    [
+        pytest.param(FULL, True, triforce(retrieval_budget=64, **LONG), id="128 tokens"),
+        *(
+            pytest.param(
+                OF_800 | dict(num_gpu_blocks_override=num_blocks, enable_prefix_caching=caching),
+                *(with_draft, keys),
+                id=f"800 tokens, {name}",
+                marks=pytest.mark.thorough,
+            )
+            for num_blocks, with_draft, keys, caching, name in (
+                (26, True, ALWAYS, True, "draft, always"),
+                (27, False, ALWAYS, False, "lookup, always"),
+                (26, True, CHOOSING, False, "draft, choosing"),
+                (27, False, CHOOSING, True, "lookup, choosing"),
+            )
+        ),
+    ],
+)
+def test_a_kv_cache_that_just_fits(engines, pair, text, loop, limits, with_draft, keys):
     """One request to the last token of the cache; several that cannot be there together."""
-    before, preempted = counters_of(llm), 0
+    stock = engines.get(pair["target"], **limits)
+    llm = engines.get(pair["target"], with_model(keys, pair, with_draft), **limits)
+    length, before, preempted = limits["max_model_len"], counters_of(llm), 0
     for prompts in (
         [loop[: 5 * length // 8]],
         [loop[: 5 * length // 8], text[: 3 * length // 4], loop[: length - 10], text[:5]],
@@ -65,55 +96,7 @@ def fits_exactly(stock, llm, text, loop, length: int, is_drafting: bool = True) 
         preempted += lost
     assert preempted > 0, "or the cache is not too small for them"
     counted = counters_of(llm).since(before)
-    assert not is_drafting or counted.num_level2_accepted > 0, counted
-
-
-def test_a_kv_cache_that_exactly_fits(engines, pair, stock, text, loop):
-    keys = triforce(retrieval_budget=64, model=pair["draft"], **LONG)
-    llm = engines.get(pair["target"], keys, **FULL)
-    fits_exactly(stock, llm, text, loop, FULL["max_model_len"])
-
-
-def small(stock, llm, text, loop, length: int) -> None:
-    """Prompts of all lengths at which something ends, to the last token of the context."""
-    sizes = sorted({1, 2, length // 2, length - 3, length - 2, length - 1})
-    for prompts in ([text[:size] for size in sizes], [loop[:size] for size in sizes]):
-        found = run(llm, prompts, greedy(None))
-        wanted = run(stock, prompts, [greedy(length - size) for size in sizes])
-        for prompt, a, b in zip(prompts, wanted, found):
-            assert b.outputs[0].finish_reason == a.outputs[0].finish_reason == "length"
-            tokens = [list(its.outputs[0].token_ids) for its in (a, b)]
-            assert_same_tokens(stock, prompt, *tokens)
-
-
-def with_model(keys: dict, pair, with_draft: bool) -> dict:
-    return {**keys, "model": pair["draft"]} if with_draft else keys
-
-
-ALWAYS, CHOOSING = triforce(**LONG), {"method": "triforce", "num_speculative_tokens": 32}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "num_blocks, with_draft, keys, caching",
-    [
-        pytest.param(26, True, ALWAYS, True, id="draft-always"),
-        pytest.param(27, False, ALWAYS, False, id="lookup-always"),
-        pytest.param(26, True, CHOOSING, False, id="draft-choosing"),
-        pytest.param(27, False, CHOOSING, True, id="lookup-choosing"),
-    ],
-)
-def test_800_tokens_in_25_blocks(engines, pair, text, loop, num_blocks, with_draft, keys, caching):
-    limits = dict(
-        max_model_len=800,
-        num_gpu_blocks_override=num_blocks,
-        enable_prefix_caching=caching,
-        max_num_batched_tokens=256,
-        max_num_seqs=4,
-    )
-    stock = engines.get(pair["target"], **limits)
-    llm = engines.get(pair["target"], with_model(keys, pair, with_draft), **limits)
-    fits_exactly(stock, llm, text, loop, 800, is_drafting=with_draft and "adaptive" in keys)
+    assert not (with_draft and "adaptive" in keys) or counted.num_level2_accepted > 0, counted
 
 
 @pytest.mark.thorough
@@ -142,12 +125,20 @@ def test_a_kv_cache_that_is_too_small_is_refused_as_by_stock(engines, pair):
 def test_very_small_limits(
     engines, pair, text, loop, length, seqs, batched, block, with_draft, keys
 ):
+    """Prompts of all lengths at which something ends, to the last token of the context."""
     stock = engines.get(pair["target"])
     limits = dict(
         max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=batched, block_size=block
     )
     llm = engines.get(pair["target"], with_model(keys, pair, with_draft), **limits)
-    small(stock, llm, text, loop, length)
+    sizes = sorted({1, 2, length // 2, length - 3, length - 2, length - 1})
+    for prompts in ([text[:size] for size in sizes], [loop[:size] for size in sizes]):
+        found = run(llm, prompts, greedy(None))
+        wanted = run(stock, prompts, [greedy(length - size) for size in sizes])
+        for prompt, a, b in zip(prompts, wanted, found):
+            assert b.outputs[0].finish_reason == a.outputs[0].finish_reason == "length"
+            tokens = [list(its.outputs[0].token_ids) for its in (a, b)]
+            assert_same_tokens(stock, prompt, *tokens)
     assert counters_of(llm).num_proposals > 0 or length != 100 or seqs > 1
     params = SamplingParams(temperature=1.0, n=2, max_tokens=None)
     for output in run(llm, [loop[: length // 2]] * 3, params):

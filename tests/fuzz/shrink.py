@@ -6,6 +6,8 @@ Each try may need a fresh engine, which takes seconds: hypothesis would take hun
 import time
 from collections.abc import Callable, Iterator
 
+KEPT = {"max_tokens", "temperature", "ignore_eos"}
+
 
 def shrink(stream: list[dict], fails: Callable[[list[dict]], bool], seconds: float) -> list[dict]:
     """The smallest stream found in the time given that still fails; maybe the same.
@@ -40,24 +42,26 @@ def _smaller(stream: list[dict]) -> Iterator[list[dict]]:
 
 
 def _simpler(request: dict) -> Iterator[dict]:
+    """The request with one thing less, or with less of it."""
     params, prompt = request["params"], request["prompt"]
     for key in ("abort", "priority", "lora", "pause", "reset", "turns"):
         if request.get(key):
-            yield {name: value for name, value in request.items() if name != key}
+            yield _without(request, key)
     if request["arrive"]:
         yield request | {"arrive": 0}
-    for key in params:
-        if key not in ("max_tokens", "temperature"):
-            rest = {name: value for name, value in params.items() if name != key}
-            if key != "ignore_eos":
-                yield request | {"params": rest}
+    changed = [_without(params, key) for key in params if key not in KEPT]
     if params["temperature"]:
-        sampling = ("top_p", "top_k", "min_p", "seed", "n")
-        rest = {name: value for name, value in params.items() if name not in sampling}
-        yield request | {"params": rest | {"temperature": 0}}
+        changed.append(
+            _without(params, "top_p", "top_k", "min_p", "seed", "n") | {"temperature": 0}
+        )
     if params["max_tokens"] > 1 and params.get("min_tokens", 0) <= params["max_tokens"] // 2:
-        yield request | {"params": params | {"max_tokens": params["max_tokens"] // 2}}
+        changed.append(params | {"max_tokens": params["max_tokens"] // 2})
+    yield from (request | {"params": own} for own in changed)
     if prompt.get("shared"):
         yield request | {"prompt": prompt | {"shared": 0}}
     if prompt["length"] > 8:
         yield request | {"prompt": prompt | {"length": prompt["length"] // 2}}
+
+
+def _without(its: dict, *names: str) -> dict:
+    return {name: value for name, value in its.items() if name not in names}
