@@ -185,6 +185,8 @@ def test_parallel(engines, pair, case):
         if case in IN_HOST_MEMORY:
             assert rank["num_staged_bytes"] > 0
             assert (rank["num_pool_blocks"] > 0) == ("plain" not in case)
+            # Which chunks are in the pool already depends on a rank's own heads.
+            del rank["num_pool_hits"], rank["num_pool_bytes"]
     if case != "data":
         assert counters[0] == counters[1]
 
