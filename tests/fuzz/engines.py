@@ -12,6 +12,7 @@ from tests.inside import scheduler_of
 from tests.one_process import allow_many_engines
 from tests.parity.cases import REASONING
 from tests.parity.disturbing import replaced
+from vllm_triforce.config import triforce_config
 
 ARGUMENTS = dict(
     dtype="float32",
@@ -36,6 +37,9 @@ def start(settings: dict):
     if draft := keys.pop("draft"):
         keys["model"] = draft_of(settings["model"], draft)
     keys |= {"method": "triforce", "log_interval": 0}
+    # Runner V2's kernels that select take a second a pass in Triton's interpreter: where the policy
+    # is named.
+    triforce_config._PASS_KERNELS = ("retrieval",) if "selection" in keys else ()
     engine = settings["engine"] | {"per_request_spec_decode_metrics": "detailed"}
     with _placing(keys.pop("num_device_layers", None)):
         return _start(settings["model"], settings["lora"], keys, **engine)
