@@ -105,7 +105,6 @@ def _triforce(draw, runner: str, model: str, block_size: int, engine: dict) -> d
         "retrieval_budget": draw(st.sampled_from([3, 4, 6, 8])) * block_size,
         "min_context": draw(st.sampled_from([0, 0, 40, 150])),
         "num_recent_tokens": draw(st.sampled_from([20, 60, 240])),
-        "refresh_interval": draw(st.sampled_from([0, 0, 3, 8] if runner == "v1" else [0, 3, 8, 8])),
     }
     if keys["draft"] != "head":  # whose window has no sinks
         keys["num_sink_tokens"] = draw(st.sampled_from([1, 4, 16]))
@@ -134,8 +133,6 @@ def _triforce(draw, runner: str, model: str, block_size: int, engine: dict) -> d
         keys["kv_offload_gib"] = 1.0
         # Of two or four, the first lie on the device. Not a key: engines.py
         keys["num_device_layers"] = draw(st.sampled_from([0, 0, 1]))
-    if "kv_offload_gib" in keys or keys.get("selection", "retrieval") != "retrieval":
-        keys["refresh_interval"] = keys["refresh_interval"] or 1  # passes cannot select there
     return keys
 
 

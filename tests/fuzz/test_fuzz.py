@@ -47,7 +47,6 @@ SETTINGS = {
         "min_context": 0,
         "num_sink_tokens": 4,
         "num_recent_tokens": 60,
-        "refresh_interval": 3,
         "draft": "model",
         "num_speculative_tokens": 6,
         "gamma": 2,
