@@ -138,8 +138,7 @@ def _judge_rounds(verdict: Verdict, replayed: dict[str, int]) -> None:
     greedy ones are."""
     kinds = ("greedy",) if verdict.case.is_single else KINDS
     wanted = {"level 2 round"} | {f"level 2 logits, {kind}" for kind in kinds}
-    selects_in_pass = verdict.case.selection == "retrieval" and not verdict.case.offload
-    if selects_in_pass and verdict.case.plan == "fixed":
+    if verdict.case.plan == "fixed":
         wanted.add("level 2 round without selection")
     if verdict.case.has_draft:
         wanted |= {f"level 1 round, {kind}" for kind in kinds}
