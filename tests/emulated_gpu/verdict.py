@@ -97,12 +97,13 @@ def _judge_tokens(verdict: Verdict, results: dict[Case, dict], target: str) -> N
 
 def _wanted_rounds(case: Case) -> set[str]:
     """Name the rounds that are replayed: those of every kind of batch. Where one request at a time
-    is speculated on, it may be that only greedy ones are."""
+    is speculated on, it may be that only greedy ones are; where prompt lookup alone drafts and the
+    target has windows, that some kind has no drafts."""
     if not case.selection:  # prompt lookup by itself has no rounds that are captured
         return set()
-    kinds = ("greedy",) if case.is_single else KINDS
+    kinds = ("greedy",) if case.is_single else () if case.windows else KINDS
     wanted = {"level 2 round"} | {f"level 2 logits, {kind}" for kind in kinds}
-    if case.selection == "retrieval" and not case.offload and case.plan == "fixed":
+    if case.plan == "fixed":
         wanted.add("level 2 round without selection")
     if case.has_draft:
         wanted |= {f"level 1 round, {kind}" for kind in kinds}

@@ -10,10 +10,12 @@ import torch
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import VOCAB_SIZE, init_rows
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.row_table import Owner
 from vllm_triforce.kernels.rows import RowLimits, Rows
 from vllm_triforce.runner_v2.batch import Slots
-from vllm_triforce.runner_v2.selections import SelectionsV2
+from vllm_triforce.runner_v2.selections import PolicySelection, SelectionsV2
+from vllm_triforce.selection import SelectionPolicy
 
 BLOCK, WIDTH, NUM_KV_HEADS, HEAD_DIM = 16, 200, 2, 8
 
@@ -88,3 +90,29 @@ def test_a_new_request_does_not_make_work_for_the_others(world):
     by_size = sorted((len(found), most) for found, most in attention.summarised)
     assert [size for size, _ in by_size] == [1, 2, 125]
     assert [most < 10 for _, most in by_size] == [True, True, False]
+
+
+class OfAGroup(SelectionPolicy):
+    """Wants one chunk, and none of the others."""
+
+    name = "of-a-group"
+
+    def score(self, query, summaries, num_chunks):
+        scores = torch.full((*query.shape[:-2], 1, num_chunks), float("-inf"), device=query.device)
+        scores[..., 7] = 1.0
+        return scores
+
+
+def test_a_policy_that_wants_few_chunks_selects_none_of_the_tail():
+    """The tail has the drafts that the pass tests, and selected blocks are read as a whole."""
+    rows = Rows(2, 6, 2, VOCAB_SIZE, RowLimits(0, BLOCK, RetrievalBudget(8, 8, 2), 12), DEVICE)
+    init_rows(rows, [20 * BLOCK])
+    tables = torch.arange(2 * WIDTH, dtype=torch.int32, device=DEVICE).view(2, WIDTH).flip(1)
+    sparse = torch.full((1, 2 * NUM_KV_HEADS, 12), -1, dtype=torch.int32, device=DEVICE)
+    parts = rows, tables.contiguous(), sparse, NUM_KV_HEADS, 3, (NUM_KV_HEADS, 1), 6
+    PolicySelection(OfAGroup(), {}, *parts).select(0, torch.zeros(6, 4, HEAD_DIM, device=DEVICE))
+    candidates = tables[0, 1:18].tolist()
+    for head in range(NUM_KV_HEADS):
+        selected = [(block - head) // NUM_KV_HEADS for block in sparse[0, head, 1:6].tolist()]
+        assert tables[0, 7] in selected and set(selected) <= set(candidates)
+        assert len(set(selected)) == 5

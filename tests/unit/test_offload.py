@@ -256,8 +256,9 @@ def test_too_little_for_the_longest_request_is_refused_with_a_value():
         assert a_plan(16, 1.4, max_speculating_seqs=1, **how).num_blocks * 16 == length + 16
 
 
-def test_plain_decoding_has_no_pool():
-    plain = a_plan(17, 2.9, levels="3")
+@pytest.mark.parametrize("levels", ["3", "1,3"])
+def test_without_level_2_there_is_no_pool(levels):
+    plain = a_plan(17, 2.9, levels=levels)
     assert plain.pool_bytes == 0
     assert plain.num_device_layers >= a_plan(17, 2.9, max_speculating_seqs=1).num_device_layers
 

@@ -66,7 +66,7 @@ def plan_offload(
             page_bytes=page_bytes,
             host_bytes=host_bytes,
             device_bytes=device_bytes,
-            pool_bytes=0 if config.is_plain else num_seqs * config.table_width * page_bytes,
+            pool_bytes=num_seqs * config.table_width * page_bytes * config.uses_level2,
             summary_share=summary_share,
             max_blocks=max_blocks,
         )

@@ -86,6 +86,8 @@ class PolicySelection:
         scores = self._policy.checked_score(grouped, summaries, len(self._chunks))
         scores = scores.masked_fill(is_other[:, :, None], float("-inf"))
         votes = self._policy.votes(scores, query.shape[-1])
+        # A policy's own -inf comes before: the tail has drafts that the pass tests.
+        votes = votes.clamp(min=torch.finfo(votes.dtype).min)
         best = votes.masked_fill(is_other, float("-inf")).topk(len(self._places)).indices
         ids = blocks[:, None].expand(-1, self._num_kv_heads, -1).gather(2, best)
         ids = ids * self._per_block + self._head_offsets

@@ -54,9 +54,8 @@ class SelectionPolicy(ABC):
         """Score each chunk for each query head of a KV head, or once for its whole group.
 
         After a NaN score, the selection of that KV head is undefined and output stays right. A
-        NaN for a whole group, or for a group of one head, ranks above all numbers, on the device
-        even above the first chunk. A NaN of one head among several makes every vote of the group
-        NaN, as does -inf for all chunks.
+        NaN for a whole group, or for a group of one head, ranks above all numbers. A NaN of one
+        head among several makes every vote of the group NaN, as does -inf for all chunks.
         """
 
     def checked_score(
