@@ -33,7 +33,7 @@ class _State:
     proposed: int = 0
     route: str = ""
     has_summaries: bool = False
-    """Since level 2 selected; 0 before."""
+    """True once level 2 has proposed."""
 
 
 @dataclass

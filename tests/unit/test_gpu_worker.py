@@ -28,7 +28,9 @@ from vllm_triforce.worker.gpu import TriForceGPUWorker
 from vllm_triforce.worker.memory import buffer_bytes, kv_cache_budget, summary_bytes_per_kv_byte
 
 
-def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> int:
+def room(
+    available: int, draft_layers: int = 2, eager: bool = False, length: int = 131_072, **keys
+) -> int:
     layer = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128)
     vllm_config = SimpleNamespace(
         use_v2_model_runner=True,
@@ -36,7 +38,7 @@ def room(available: int, draft_layers: int = 2, eager: bool = False, **keys) -> 
         model_config=SimpleNamespace(
             dtype=torch.bfloat16,
             head_dtype=torch.bfloat16,
-            max_model_len=131_072,
+            max_model_len=length,
             get_vocab_size=lambda: 32_000,
         ),
         compilation_config=SimpleNamespace(
@@ -73,6 +75,9 @@ def test_memory_is_left_for_buffers_and_summaries():
     # Graphs of 16 rows keep four copies of 48 tokens' logits in float32, 6.144 MB each.
     in_graphs = room(100 * GIB, eager=True) - left
     assert in_graphs == pytest.approx(4 * 6_144_000 / (1 + share), rel=1e-6)
+    # Without kernels a row's summaries are gathered: of 131,072 tokens 1 / 8 GiB.
+    short, long = (room(100 * GIB, selection="quest", length=n) for n in (131_072, 1 << 20))
+    assert short - long == pytest.approx(7 / 8 * GIB / (1 + 2 * share), rel=1e-6)
     with pytest.raises(ValueError, match="max_speculating_seqs=64"):
         room(GIB // 100)
 

@@ -115,16 +115,25 @@ class QuantizedSummaries:
 
 
 MAX_SCORE_BYTES = 128 << 20
-"""Bytes of summaries that a policy without kernels gathers at a time on Runner V2."""
+"""Bytes of summaries that a policy without kernels gathers at a time on Runner V2, but for a row
+that has more."""
 
 
 def rows_scored_together(num_kinds: int, max_chunks: int, num_kv_heads: int, head_dim: int) -> int:
-    """Return how many rows a policy without kernels scores at a time on Runner V2.
-
-    A row's summaries are gathered, with a temporary copy.
-    """
-    row_bytes = 4 * 2 * max(1, num_kinds) * max_chunks * num_kv_heads * head_dim
+    """Return how many rows a policy without kernels scores at a time on Runner V2."""
+    row_bytes = _score_bytes_per_row(max(1, num_kinds), max_chunks, num_kv_heads, head_dim)
     return max(1, MAX_SCORE_BYTES // row_bytes)
+
+
+def score_bytes(num_kinds: int, max_chunks: int, num_kv_heads: int, head_dim: int) -> int:
+    """Return the bytes that a policy without kernels takes for these rows."""
+    row_bytes = _score_bytes_per_row(num_kinds, max_chunks, num_kv_heads, head_dim)
+    return max(MAX_SCORE_BYTES, row_bytes)
+
+
+def _score_bytes_per_row(num_kinds: int, max_chunks: int, num_kv_heads: int, head_dim: int) -> int:
+    # A row's summaries are gathered, with a temporary copy.
+    return 4 * 2 * num_kinds * max_chunks * num_kv_heads * head_dim
 
 
 TILE = 64

@@ -2,7 +2,7 @@
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_triforce.cache.summaries import MAX_SCORE_BYTES, SCALE_BYTES, num_vote_numbers
+from vllm_triforce.cache.summaries import SCALE_BYTES, num_vote_numbers, score_bytes
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.runner_v2.graph_sizes import MAX_ROWS
 from vllm_triforce.selection import POLICIES
@@ -50,12 +50,12 @@ def _selection_bytes(layers: dict, config: ResolvedConfig, vllm_config) -> dict[
     first = next(iter(layers.values()))
     num_layers, num_kv_heads, num_heads = len(layers), first.num_kv_heads, first.num_heads
     seqs = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
-    pass_bytes = 0
-    if config.uses_level2:
-        max_blocks = -(-vllm_config.model_config.max_model_len // config.block_size)
-        pass_bytes = MAX_SCORE_BYTES  # of a policy without kernels, in graphs
-        if config.has_selection_kernels:
-            pass_bytes = 4 * seqs * num_vote_numbers(max_blocks, num_heads, num_kv_heads)
+    max_blocks = -(-vllm_config.model_config.max_model_len // config.block_size)
+    if config.has_selection_kernels:
+        pass_bytes = 4 * seqs * num_vote_numbers(max_blocks, num_heads, num_kv_heads)
+    else:  # in graphs
+        num_kinds = len(POLICIES[config.policy].summaries)
+        pass_bytes = score_bytes(num_kinds, max_blocks, num_kv_heads, first.head_size)
     return {
         "selections": 4 * seqs * num_layers * num_kv_heads * config.table_width,
         "votes": pass_bytes,
