@@ -122,6 +122,25 @@ def test_who_joins_does_not_end_a_wait_after_losses(has_seed):
     assert waited[:20] == [True] * 20 and not all(waited)
 
 
+@pytest.mark.parametrize("num_lost, num_steps", [(2, 32), (100, 32), (0, 20)])
+def test_what_was_lost_under_way_begins_no_second_wait(num_lost, num_steps):
+    """The step that was under way ends in the wait, and loses some plain steps more."""
+    made = decisions(MHA_ON_GPU, clock := Clock(0.0005))
+    candidate = Candidate("a", 100_000, 12, num_left=10_000)
+    steady(made, clock, ["a"], lambda name: candidate)
+    costs = made.controller.measured
+    costs.balance_s = -1e-9
+    clock.now += 1.0
+    waited = []
+    for step in range(40):
+        number, plan = made.decide(["a"], lambda name: candidate)
+        waited.append(not plan)
+        end_step(made, number + 1, plan)
+        if step == 0:
+            costs.balance_s -= num_lost * costs.plain_step([100_000], 1, True)
+    assert waited.index(False) == num_steps
+
+
 @pytest.mark.parametrize("draft_s", [0.0001, 0.006])
 def test_rounds_are_learned_whatever_start_up_said_of_the_draft(draft_s):
     """Nothing but rounds, two a step, of 6 ms each."""

@@ -106,7 +106,7 @@ class Exploration:
         self._fixed = fixed
         self.trials = Trials()
         self.backoff = SpeculationBackoff()
-        self._last_plain_step = self._wait_until = 0
+        self._last_plain_step = self._wait_since = self._wait_until = 0
 
     def choose(
         self,
@@ -178,9 +178,12 @@ class Exploration:
         Requests that join, and seeded ones, are decided on meanwhile, but do not end a wait.
         """
         step, balance_s = self.backoff.step, costs.balance_s
-        if step >= self._wait_until and balance_s is not None and balance_s < 0:
+        if balance_s is not None and balance_s < 0:
+            if step > self._wait_until:
+                self._wait_since = self._wait_until = step
+            # Else this was lost by proposals that were under way when the wait began.
             num_steps = int((plain_s - balance_s) / (self._max_slowdown * plain_s))
-            self._wait_until = step + min(_MAX_WAIT, num_steps)
+            self._wait_until = min(self._wait_since + _MAX_WAIT, self._wait_until + num_steps)
             costs.balance_s = plain_s
         return max(0, self._wait_until - step)
 
