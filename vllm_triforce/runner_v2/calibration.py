@@ -14,8 +14,9 @@ import torch
 
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.draft_sources import MODEL_SOURCE
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.controller.routes import HIERARCHICAL
+from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE
 from vllm_triforce.core.calibration import (
     NO_CONTEXT,
     PassTimer,
@@ -131,6 +132,9 @@ class CalibrationV2:
         self._context = min(self.config.calibration_context, self.max_context)
         self._query_len = self.config.num_speculative_tokens + 1
         levels = [HIERARCHICAL] if self.config.uses_level2 else []
+        is_multimodal = self.speculator.context.vllm_config.model_config.is_multimodal_model
+        if levels and is_multimodal and MODEL_SOURCE in self.config.sources[:1]:
+            levels.append(LEVEL2_ALONE)  # of requests with images
         self._routes = [*levels, *self.config.sources]
         # On a CPU kernels are interpreted, a run takes seconds, and one is enough.
         self._is_interpreted = self._device.type == "cpu"
