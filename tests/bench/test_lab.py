@@ -261,7 +261,6 @@ def test_the_lab_reads_what_the_engine_selects(policy, tokens_per_pass):
         2,
         DIM,
         torch.float32,
-        torch.device("cpu"),
         [block_summaries(layer) for layer in layers],
     )
     engine = RetrievalCache(summaries, policy(), 8, RetrievalBudget(8, 8, 3))
@@ -277,7 +276,7 @@ def test_the_lab_reads_what_the_engine_selects(policy, tokens_per_pass):
         tables, skipped = engine.block_table([selected], [blocks], [START + last + 1])
         if selected.candidates:
             selecting = row + (last - row) // TOKENS_PER_SELECTION * TOKENS_PER_SELECTION
-            in_pass = PassSelection(engine.policy, {0: selected.candidates}, 2, engine.head_strides)
+            in_pass = PassSelection(engine.policy, {0: selected.candidates}, 2)
             in_pass.begin_pass([0], [1], [0], tables.unflatten(1, (1, -1)))
             for number, query in enumerate(queries):
                 in_pass.select(number, query[None, :, selecting])

@@ -39,13 +39,12 @@ def test_private_caches_are_allocated_with_care(engines, pair, monkeypatch):
     level2 = built(llm).speculator.level2
     memory = type("Memory", (), {"available": 1 << 10})
     monkeypatch.setattr("vllm_triforce.cache.allocation.psutil.virtual_memory", lambda: memory)
-    device = torch.device("cpu")
     with pytest.raises(MemoryError, match=r"summaries of .* blocks needs .*VLLM_CPU_KVCACHE_SPACE"):
-        allocate_summaries(level2.cache.policy, attention_layers_of(llm), torch.float32, device, [])
+        allocate_summaries(level2.cache.policy, attention_layers_of(llm), torch.float32, [])
     worker, keys = worker_of(llm), TriForceConfig().with_defaults(can_adapt=True).resolve(32)
     draft = worker.triforce
     with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max_speculating_seqs"):
-        private_cache(draft.draft_layers, draft.vllm_config, keys, 8, device)
+        private_cache(draft.draft_layers, draft.vllm_config, keys, 8, torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -223,7 +223,7 @@ def test_a_shorter_list_continues_by_its_last_tokens_rate():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_level_2_accepts_at_the_rate(rate, temperature):
     """Drafts are what level 2 would never say, or always: row by row."""
-    noise, num_rows, drafted = InnerNoise(3, CPU), 500, [[4] * 3, [7] * 3]
+    noise, num_rows, drafted = InnerNoise(3), 500, [[4] * 3, [7] * 3]
     noise.begin([], [(0, 0)] * num_rows)
     logits = torch.full((4 * num_rows, 11), -30.0)
     logits[:, 4] = 30.0
@@ -235,7 +235,7 @@ def test_level_2_accepts_at_the_rate(rate, temperature):
 
 
 def test_a_nan_ends_a_proposal_at_any_rate():
-    noise, logits = InnerNoise(3, CPU), torch.zeros(6, 11)
+    noise, logits = InnerNoise(3), torch.zeros(6, 11)
     noise.begin([], [(0, 0)] * 2)
     logits[1] = torch.nan
     found = verification.verify([[4] * 2] * 2, None, logits, SamplingRows(torch.zeros(2)), noise, 1)

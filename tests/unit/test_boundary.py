@@ -101,7 +101,7 @@ def test_other_tokens_than_drafted_are_found_by_every_check(check):
 
 def test_a_proposal_keeps_its_own_distributions_alone():
     """4 bytes per token of the vocabulary for each proposed token, whatever a round drew beside."""
-    proposal, noise = Proposal.empty(3), InnerNoise(0, torch.device("cpu"))
+    proposal, noise = Proposal.empty(3), InnerNoise(0)
     noise.begin([], [(0, 0)] * 3)
     drafts = [[1, 2, 3], [4], [5, 6]]
     logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(1))
@@ -135,7 +135,7 @@ def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):
 def test_as_many_are_speculated_on_at_a_time_as_asked_for():
     """Requests that were speculated on before go first."""
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c", "d"]))
-    reader = RunnerBatch(runner, None, (), None)
+    reader = RunnerBatch(runner, None, ())
     assert reader.limit_rows([1, 3], {"d"}, 2) == [1, 3]
     assert reader.limit_rows([0, 1, 2, 3], {"d"}, 2) == [0, 3]
     assert reader.limit_rows([0, 1, 2, 3], {"b", "c", "d"}, 2) == [1, 2]

@@ -214,7 +214,7 @@ def test_a_row_ends_before_a_nan_and_the_others_keep_theirs(temperatures, entry,
     logits = torch.randn(9, 7)
     sampling = SamplingRows(torch.tensor(temperatures, dtype=torch.float32), seeds=[1, 2, 3])
     drafted = [logits[3 * row : 3 * row + 2].argmax(-1).tolist() for row in range(3)]
-    noise = InnerNoise(0, torch.device("cpu"))
+    noise = InnerNoise(0)
 
     def verified(logits):
         noise.begin(sampling.seeds, [(5, 0)] * 3)

@@ -48,7 +48,7 @@ def distributions(seed: int, is_one_hot: bool = False):
 def test_samples_follow_level2(gamma, is_lookup):
     """Compare the tokens after each emitted prefix with level 2's distribution there."""
     level1, level2 = distributions(3, is_lookup), distributions(4)
-    noise = InnerNoise(3, torch.device("cpu"))
+    noise = InnerNoise(3)
     noise.begin([], [(0, 0)])
     counts: dict[tuple[int, ...], np.ndarray] = defaultdict(lambda: np.zeros(VOCAB))
     for _ in range(ROUNDS):
@@ -73,7 +73,7 @@ def test_a_nan_after_a_token_does_not_condition_it(level):
     """Wherever some tokens lead to a NaN, the token before it follows level 2's distribution."""
     level1, level2 = distributions(3)(()), distributions(4)(())
     sampling = SamplingRows(torch.ones(1))
-    noise = InnerNoise(3, torch.device("cpu"))
+    noise = InnerNoise(3)
     noise.begin([], [(0, 0)])
     wrong, right = torch.full((1, VOCAB), torch.nan), torch.zeros(1, VOCAB)
     counts, model = np.zeros(VOCAB), object.__new__(DraftModel)
@@ -138,7 +138,7 @@ def test_greedy_rows_beside_sampled_ones():
     torch.manual_seed(0)
     logits = torch.randn(6, VOCAB)
     sampling = SamplingRows(temperature=torch.tensor([0.0, 1.0]))
-    noise = InnerNoise(0, torch.device("cpu"))
+    noise = InnerNoise(0)
     best = logits.argmax(-1).tolist()
     wrong = (best[1] + 1) % VOCAB
     for _ in range(20):
@@ -152,7 +152,7 @@ def test_greedy_rows_beside_sampled_ones():
 
 
 def test_noise_is_reproducible_and_never_repeats():
-    noise = InnerNoise(0, torch.device("cpu"))
+    noise = InnerNoise(0)
     noise.begin([7], [(100, 0)])
     alone = [noise.uniform(0) for _ in range(3)]
     noise.begin([None, 7], [(3, 1), (100, 0)])
@@ -168,7 +168,7 @@ def test_noise_is_reproducible_and_never_repeats():
 @pytest.mark.parametrize("drawn, token", [(0.0, 1), (0.49, 1), (0.5, 3), (1 - 2**-53, 3)])
 def test_no_draw_gives_an_impossible_token(monkeypatch, drawn, token):
     """Draw the ends of the unit interval, and round a product up."""
-    noise = InnerNoise(0, torch.device("cpu"))
+    noise = InnerNoise(0)
     monkeypatch.setattr(noise, "uniform", lambda row: drawn)
     for scale in (1.0, 1 / 3, 1e-30):
         probs = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0]) * scale
@@ -181,7 +181,7 @@ def test_data_parallel_replicas_draw_other_noise_and_the_ranks_of_one_the_same()
     probs = torch.full((1000,), 0.001)
 
     def drawn(replica: int) -> list[int]:
-        noise = InnerNoise(0, torch.device("cpu"), replica=replica)
+        noise = InnerNoise(0, replica=replica)
         noise.begin([], [(0, 0)])
         return [noise.sample(0, probs) for _ in range(20)]
 
@@ -207,7 +207,7 @@ def decided(logits: torch.Tensor, sampling: SamplingRows, num_threads: int) -> l
         logits: [2, vocab_size].
     """
     torch.set_num_threads(num_threads)
-    noise, rule, draft = InnerNoise(0, torch.device("cpu")), AllConfident(), Draft([[]], [[]])
+    noise, rule, draft = InnerNoise(0), AllConfident(), Draft([[]], [[]])
     noise.begin([], [(0, 0)])
     if sampling.all_greedy:
         draft.probs = None

@@ -12,7 +12,7 @@ from vllm.v1.sample.ops.penalties import apply_all_penalties
 
 from vllm_triforce.runner_v1.sampling import LogitsProcessing
 
-VOCAB_SIZE, DEVICE = 23, torch.device("cpu")
+VOCAB_SIZE = 23
 ASKED: dict[str, dict] = {
     "penalties": dict(repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.7),
     "repetition": dict(repetition_penalty=1.05),
@@ -64,7 +64,7 @@ def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(asked):
         )
         prompt += asked.get("_bad_words_token_ids", [[0]])[0]
         tokens = np.array(prompt + output, dtype=np.int32)
-        shaping = LogitsProcessing.for_request(params, tokens, len(prompt), VOCAB_SIZE, DEVICE)
+        shaping = LogitsProcessing.for_request(params, tokens, len(prompt), VOCAB_SIZE)
         for length in (len(new), 0, len(new)):  # what came with one is not kept for the next
             logits = torch.randn(VOCAB_SIZE)
             right = by_vllm(logits, params, prompt, output + new[:length])
@@ -76,7 +76,7 @@ def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(asked):
 def test_requests_without_parameters_have_no_processing():
     tokens = np.array([1, 2], dtype=np.int32)
     for params in (SamplingParams(), SamplingParams(temperature=0, stop_token_ids=[3], logprobs=2)):
-        assert LogitsProcessing.for_request(params, tokens, 1, VOCAB_SIZE, DEVICE) is None
+        assert LogitsProcessing.for_request(params, tokens, 1, VOCAB_SIZE) is None
 
 
 def test_a_dead_end_is_left_to_the_full_pass():
@@ -85,7 +85,7 @@ def test_a_dead_end_is_left_to_the_full_pass():
         allowed_token_ids=[4, 5], _bad_words_token_ids=[[4, 4], [4, 5]], presence_penalty=1
     )
     tokens = np.array([1, 5], dtype=np.int32)
-    shaping = LogitsProcessing.for_request(SamplingParams(**asked), tokens, 1, VOCAB_SIZE, DEVICE)
+    shaping = LogitsProcessing.for_request(SamplingParams(**asked), tokens, 1, VOCAB_SIZE)
     for new, is_shaped in (([5], True), ([5, 4], False)):
         logits = torch.zeros(VOCAB_SIZE)
         shaping(logits, new)
@@ -96,6 +96,6 @@ def test_min_tokens_are_nothing_once_they_are_there():
     def shaping(num_output: int):
         tokens = np.ones(3 + num_output, dtype=np.int32)
         params = SamplingParams(min_tokens=2, stop_token_ids=[5])
-        return LogitsProcessing.for_request(params, tokens, 3, VOCAB_SIZE, DEVICE)
+        return LogitsProcessing.for_request(params, tokens, 3, VOCAB_SIZE)
 
     assert shaping(1) is not None and shaping(2) is None

@@ -84,7 +84,7 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
     sparse_tables = sparse_tables.unflatten(1, (len(tables), -1))
     before = sparse_tables.clone()
     candidates = {row: s.candidates for row, s in enumerate(selections) if s.candidates}
-    selection = PassSelection(cache.policy, candidates, HEADS, cache.head_strides)
+    selection = PassSelection(cache.policy, candidates, HEADS)
     pass_tables = sparse_tables[:, rows]
     assert selection.begin_pass(rows, query_lens, [0] * len(rows), pass_tables)
     query = torch.randn(sum(query_lens), HEADS * group, DIM, generator=generator)
@@ -113,7 +113,7 @@ def test_a_pass_of_requests_within_the_budget_selects_nothing():
     table = np.arange(BLOCKS, dtype=np.int32)
     long = cache.selection("long", table[:21], 20 * BLOCK)
     assert cache.selection("short", table[30:36], 5 * BLOCK).candidates is None
-    selection = PassSelection(cache.policy, {1: long.candidates}, HEADS, cache.head_strides)
+    selection = PassSelection(cache.policy, {1: long.candidates}, HEADS)
     tables = torch.zeros(LAYERS, 1, HEADS, 12, dtype=torch.int32)
     assert not selection.begin_pass([0], [2], [0], tables)
 
@@ -141,7 +141,7 @@ def test_a_request_selects_at_first_and_after_each_few_tokens():
     sparse, _ = cache.block_table(selections, tables, [30 * BLOCK + 1] * 2)
     sparse = sparse.unflatten(1, (2, -1))
     candidates = {row: s.candidates for row, s in enumerate(selections)}
-    selection = PassSelection(cache.policy, candidates, HEADS, cache.head_strides)
+    selection = PassSelection(cache.policy, candidates, HEADS)
     assert selection.begin_pass([0, 1], [2, 1], [0, 0], sparse)
     due = TOKENS_PER_SELECTION
     assert not selection.begin_pass([0, 1], [2, 1], [1, due - 1], sparse)
@@ -179,7 +179,7 @@ def test_padding_is_never_selected():
     sparse, _ = cache.block_table(selections, tables, [(len(t) - 1) * BLOCK + 1 for t in tables])
     sparse = sparse.unflatten(1, (2, -1))
     candidates = {row: s.candidates for row, s in enumerate(selections)}
-    selection = PassSelection(cache.policy, candidates, HEADS, cache.head_strides)
+    selection = PassSelection(cache.policy, candidates, HEADS)
     assert selection.begin_pass([0, 1], [1, 1], [0, 0], sparse)
     query = 1e4 * torch.randn(2, 3 * HEADS, DIM, generator=torch.Generator().manual_seed(3))
     for layer in range(LAYERS):

@@ -137,7 +137,6 @@ def retrieval_cache(
         2,
         16,
         torch.float32,
-        CPU,
         [lambda ids, kind, layer=layer: kind.reduce(keys[layer, ids], 2) for layer in range(2)],
     )
     return RetrievalCache(summaries, chosen, block_size, budget), keys
@@ -159,7 +158,7 @@ def test_table_is_first_selected_then_tail():
     query = torch.randn(2, 1, 2, 16)
     selection = cache.selection("a", blocks, num_tokens)
     tables, skipped = cache.block_table([selection], [blocks], [num_tokens + 6])
-    in_pass = PassSelection(cache.policy, {0: selection.candidates}, 2, cache.head_strides)
+    in_pass = PassSelection(cache.policy, {0: selection.candidates}, 2)
     assert in_pass.begin_pass([0], [1], [0], tables.unflatten(1, (1, 2)))
     for layer in range(2):
         in_pass.select(layer, query[layer])
@@ -276,7 +275,7 @@ def test_both_runners_select_alike(policy, group):
             }
             candidates[row] = Candidates(selected - 1, ids, summaries)
     expected = torch.zeros(layers, 4, heads, width, dtype=torch.int32)
-    alone = PassSelection(policy(), candidates, heads, (heads, 1))
+    alone = PassSelection(policy(), candidates, heads)
     assert alone.begin_pass([0, 1, 2, 3], [query_len] * 4, [0] * 4, expected)
     for layer in range(layers):
         selection.select(layer, query[layer])

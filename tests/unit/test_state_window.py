@@ -198,7 +198,7 @@ def test_places_go_to_contexts_that_may_be_speculated_on():
     }
     batch = SimpleNamespace(req_ids=list(lengths))
     runner = SimpleNamespace(input_batch=batch, requests=requests)
-    reader = RunnerBatch(runner, SimpleNamespace(min_context=200), (), None)
+    reader = RunnerBatch(runner, SimpleNamespace(min_context=200), ())
     chosen = [reader.rows_with_states({"held", "held short"}, n) for n in range(1, 6)]
     names = [{batch.req_ids[row] for row in rows} for rows in chosen]
     assert names[0] == {"held"}

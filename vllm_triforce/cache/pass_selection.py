@@ -42,7 +42,6 @@ class PassSelection:
 
     Args:
         candidates: by row of the batch.
-        head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class PassSelection:
         policy: SelectionPolicy,
         candidates: Mapping[int, Candidates],
         num_kv_heads: int,
-        head_strides: tuple[int, int],
     ) -> None:
         self._policy = policy
         self._num_kv_heads = num_kv_heads
@@ -66,9 +64,8 @@ class PassSelection:
         self._summaries = _stack([c.summaries for c in by_row], self._max_chunks)
         """By kind, [num_layers, num_rows, num_kv_heads, max_chunks, head_dim]."""
         block_ids = pad_sequence([c.block_ids for c in by_row], batch_first=True).int()
-        per_block, per_head = head_strides
-        heads = torch.arange(num_kv_heads, dtype=torch.int32, device=block_ids.device)[:, None]
-        self._one_head_ids = block_ids[:, None] * per_block + heads * per_head
+        heads = torch.arange(num_kv_heads, dtype=torch.int32)[:, None]
+        self._one_head_ids = block_ids[:, None] * num_kv_heads + heads
         """[num_rows, num_kv_heads, max_chunks], int32."""
         self._selected_at: dict[int, int] = {}
         """Tokens of a row's proposal at its last selection."""

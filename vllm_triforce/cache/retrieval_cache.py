@@ -45,11 +45,7 @@ class Selection:
 
 
 class RetrievalCache:
-    """Selections of all speculating requests.
-
-    Args:
-        head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``; head-major by default.
-    """
+    """Selections of all speculating requests."""
 
     def __init__(
         self,
@@ -57,10 +53,8 @@ class RetrievalCache:
         policy: SelectionPolicy,
         block_size: int,
         budget: RetrievalBudget,
-        head_strides: tuple[int, int] | None = None,
     ) -> None:
         self.summaries = summaries
-        self.head_strides = head_strides or (summaries.num_kv_heads, 1)
         self.policy = policy
         self.block_size = block_size
         self.budget = budget
@@ -102,12 +96,11 @@ class RetrievalCache:
     def _summarise(self, full_blocks: np.ndarray) -> None:
         newly_full = full_blocks[~self._is_summarised[full_blocks]]
         if len(newly_full):
-            ids = torch.from_numpy(newly_full.astype(np.int64))
-            self.summaries.update(ids.to(self.summaries.device))
+            self.summaries.update(torch.from_numpy(newly_full.astype(np.int64)))
             self._is_summarised[newly_full] = True
 
     def _select(self, full_blocks: np.ndarray) -> Selection:
-        ids = torch.from_numpy(full_blocks.astype(np.int64)).to(self.summaries.device)
+        ids = torch.from_numpy(full_blocks.astype(np.int64))
         num_layers, num_kv_heads = self.summaries.num_layers, self.summaries.num_kv_heads
         num_full = len(full_blocks)
         recent, budget = self.budget.recent, self.budget.of(num_full)
@@ -149,8 +142,6 @@ class RetrievalCache:
                 blocks[start : start + tail].astype(np.int32)
             )
             num_skipped[row] = (start - k) * self.block_size
-        heads = torch.arange(num_kv_heads, dtype=torch.int32)
-        per_block, per_head = self.head_strides
-        tables.mul_(per_block).add_((heads * per_head)[:, None])
-        device = self.summaries.device
-        return tables.flatten(1, 2).to(device), num_skipped.to(device)
+        # Blocks are head-major.
+        tables.mul_(num_kv_heads).add_(torch.arange(num_kv_heads, dtype=torch.int32)[:, None])
+        return tables.flatten(1, 2), num_skipped

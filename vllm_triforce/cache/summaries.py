@@ -35,14 +35,12 @@ class ChunkSummaries:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
-        device: torch.device,
         block_summaries: BlockSummaries,
     ) -> None:
         self.num_layers, self.num_blocks, self.num_kv_heads = num_layers, num_blocks, num_kv_heads
-        self.device = device
         # Head-major, so that one gather gives the operand of a batched product.
         shape = (num_layers, num_kv_heads, num_blocks, head_dim)
-        self.keys = {kind: torch.zeros(shape, dtype=dtype, device=device) for kind in kinds}
+        self.keys = {kind: torch.zeros(shape, dtype=dtype) for kind in kinds}
         """By kind, [num_layers, num_kv_heads, num_blocks, head_dim]."""
         self._block_summaries = block_summaries
 

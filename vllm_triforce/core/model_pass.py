@@ -28,7 +28,7 @@ class PassInput:
 
     @classmethod
     def from_rows(
-        cls, rows: list[list[int]], first_positions: list[int], device: torch.device
+        cls, rows: list[list[int]], first_positions: list[int], device: torch.device | None = None
     ) -> "PassInput":
         # Lists: on a CPU a tensor operation costs more than a loop over a few numbers.
         spans = [(first, first + len(row)) for row, first in zip(rows, first_positions)]

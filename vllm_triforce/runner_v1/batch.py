@@ -26,12 +26,10 @@ class RunnerBatch:
         runner,
         config: ResolvedConfig,
         disabled: Container[str],
-        device: torch.device,
     ) -> None:
         self._runner = runner
         self._config = config
         self._disabled = disabled
-        self._device = device
 
     def is_never_speculated_on(self, row: int) -> bool:
         """True if a request is excluded from speculation for good."""
@@ -117,7 +115,6 @@ class RunnerBatch:
                     row_ids,
                     request.num_prompt_tokens,
                     input_batch.vocab_size,
-                    self._device,
                 )
             )
             # Penalties and the newest token are of the true ids; only the drafts see no images.
@@ -147,7 +144,7 @@ class RunnerBatch:
         """Build sampling parameters from ``SamplingMetadata`` and the rows' ``SamplingParams``."""
         seeds = [sampling_seed(p) for p in params]
         if metadata.temperature is None:
-            return SamplingRows(torch.zeros(len(rows), device=self._device), seeds=seeds)
+            return SamplingRows(torch.zeros(len(rows)), seeds=seeds)
         min_p = [p.min_p for p in params]
         temperature = metadata.temperature[rows]
         if structured := [i for i, p in enumerate(params) if p.structured_outputs is not None]:
@@ -159,7 +156,7 @@ class RunnerBatch:
             temperature=temperature,
             top_k=None if metadata.top_k is None else metadata.top_k[rows],
             top_p=None if metadata.top_p is None else metadata.top_p[rows],
-            min_p=torch.tensor(min_p, device=self._device) if any(min_p) else None,
+            min_p=torch.tensor(min_p) if any(min_p) else None,
             seeds=seeds,
         )
 

@@ -79,7 +79,6 @@ class Calibration:
     def __post_init__(self) -> None:
         self._retrieval = self.speculator.level2
         self._vllm_config = self.runner.vllm_config
-        self._device = self.runner.device
         self._length = self.config.num_speculative_tokens
         max_context = self._vllm_config.model_config.max_model_len - self._length - 2
         num_tokens = (self.num_blocks - 2) * min(self.block_sizes)
@@ -180,13 +179,13 @@ class Calibration:
     def _full_pass(self, num_rows: int, num_tokens: int, context: int) -> None:
         context = min(context, self._max_context)
         feed, positions = [[0] * num_tokens] * num_rows, [context] * num_rows
-        inputs = PassInput.from_rows(feed, positions, self._device)
+        inputs = PassInput.from_rows(feed, positions)
         metadata: dict = {}
         slots: dict[str, torch.Tensor] = {}
         for groups, block_size in zip(self.runner.attn_groups, self.block_sizes):
             tables = self._tables(num_rows, context + num_tokens, block_size)
             mapping = inputs.slot_mapping(tables, block_size)
-            table = torch.from_numpy(np.stack(tables)).to(self._device)
+            table = torch.from_numpy(np.stack(tables))
             common = inputs.common_metadata(table, mapping)
             for group in groups:
                 built = group.get_metadata_builder().build(0, common)
@@ -276,8 +275,8 @@ class Calibration:
         learns that as part of what verifying any drafts adds to a step.
         """
         vocab_size = self._vllm_config.model_config.get_vocab_size()
-        logits = torch.zeros(_SAMPLED_ROWS, vocab_size, device=self._device)
-        sampling = SamplingRows(torch.ones(_SAMPLED_ROWS, device=self._device))
+        logits = torch.zeros(_SAMPLED_ROWS, vocab_size)
+        sampling = SamplingRows(torch.ones(_SAMPLED_ROWS))
         return self._timer.seconds(token_distribution, logits, sampling) / _SAMPLED_ROWS
 
     def _batch(self, num_rows: int) -> tuple[DraftBatch, Proposal]:
@@ -294,7 +293,7 @@ class Calibration:
             # The tables must reach as far as the longest pass that is measured.
             max_num_tokens=[self._length + 1] * num_rows,
             block_tables=tables,
-            sampling=SamplingRows(torch.zeros(num_rows, device=self._device)),
+            sampling=SamplingRows(torch.zeros(num_rows)),
         )
         return batch, Proposal.empty(num_rows)
 

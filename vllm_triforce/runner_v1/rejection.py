@@ -101,7 +101,7 @@ class CompleteRejectionSampler(RejectionSampler):
         if draft_probs is None or draft_probs.shape == target_logits.shape:
             is_greedy: torch.Tensor | bool = sampling.all_greedy
             if not (sampling.all_greedy or sampling.all_random):
-                counts = torch.tensor(num_draft_tokens, device=target_logits.device)
+                counts = torch.tensor(num_draft_tokens)
                 is_greedy = (sampling.temperature == 0).repeat_interleave(counts)
             probs = acceptance_probs(draft_token_ids, draft_probs, target_logits, is_greedy)
             self._acceptance = probs, num_draft_tokens
@@ -114,13 +114,13 @@ class CompleteRejectionSampler(RejectionSampler):
             if isinstance(processor, LogitBiasLogitsProcessor) and processor.biases:
                 for place, owner in enumerate(_owners(metadata).tolist()):
                     if bias := processor.biases.get(owner):
-                        tokens = torch.tensor(list(bias), device=logits.device)
-                        values = torch.tensor(list(bias.values()), device=logits.device)
+                        tokens = torch.tensor(list(bias))
+                        values = torch.tensor(list(bias.values()))
                         logits[place, tokens] += values
         logits = super().apply_logits_processors(logits, sampling_metadata, metadata)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
-                owners = _owners(metadata).to(logits.device)
+                owners = _owners(metadata)
                 # vLLM has not divided the logits by the temperature yet.
                 temperature = sampling_metadata.temperature[owners]
                 temperature = torch.where(temperature < GREEDY_EPSILON, 1.0, temperature)
@@ -161,7 +161,7 @@ def _add_logprobs(
     ids = torch.nn.functional.pad(tensors.logprob_token_ids, padding)
     values = torch.nn.functional.pad(tensors.logprobs, padding, value=float("-inf"))
     for row, token_ids in token_ids_by_row.items():
-        index = torch.tensor(token_ids, device=ids.device)
+        index = torch.tensor(token_ids)
         ids[row * row_length, 1 : 1 + len(token_ids)] = index.to(ids.dtype)
         values[row * row_length, 1 : 1 + len(token_ids)] = logprobs[row, index]
     return LogprobsTensors(ids, values, tensors.selected_token_ranks)
@@ -220,4 +220,4 @@ class SyntheticTest:
             num = (*accepts, False).index(False)
             token_ids = [*row_drafts[:num], row_best[num]]
             result.append(token_ids + [-1] * (max_spec_len + 1 - len(token_ids)))
-        return torch.tensor(result, dtype=torch.int32, device=target_logits.device)
+        return torch.tensor(result, dtype=torch.int32)

@@ -38,14 +38,12 @@ class RetrievalLevel:
         groups: list[KVGroup],
         attention: RaggedRetrievalAttention,
         cache: RetrievalCache,
-        device: torch.device,
     ) -> None:
         self.model, self._vllm_config, _ = level2_model
         self._groups = groups
         self._sparse_group = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
         self.attention = attention
         self.cache = cache
-        self._device = device
         self.max_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         """Tokens of the largest full pass, for which vLLM has buffers."""
         self.before_pass: Callable[[list[str], list[int]], None] | None = None
@@ -83,8 +81,8 @@ class RetrievalLevel:
         }
         self.pass_selection = None
         if candidates:
-            heads, strides = self.attention.num_kv_heads, self.cache.head_strides
-            self.pass_selection = PassSelection(self.cache.policy, candidates, heads, strides)
+            heads = self.attention.num_kv_heads
+            self.pass_selection = PassSelection(self.cache.policy, candidates, heads)
 
     def forward(
         self, batch: DraftBatch, proposal: Proposal, rows: list[int], drafts: list[list[int]]
@@ -96,13 +94,13 @@ class RetrievalLevel:
             feed.append([last, *tokens])
         query_lens, proposed_lens = list(map(len, feed)), list(map(len, proposed))
         first_positions = [batch.num_computed_tokens[r] + n for r, n in zip(rows, proposed_lens)]
-        inputs = PassInput.from_rows(feed, first_positions, self._device)
+        inputs = PassInput.from_rows(feed, first_positions)
         ids = [batch.request_ids[row] for row in rows]
         if self.before_pass is not None:
             self.before_pass(ids, query_lens)
         deltas: torch.Tensor | int = 0
         if self.position_deltas is not None:
-            of_rows = torch.tensor(self.position_deltas(ids), device=self._device)
+            of_rows = torch.tensor(self.position_deltas(ids))
             deltas = of_rows.repeat_interleave(inputs.query_lens)
         more = target_inputs(
             self.model, self._vllm_config, inputs.token_ids, inputs.positions, deltas
@@ -115,8 +113,7 @@ class RetrievalLevel:
             mapping = inputs.slot_mapping(tables, group.block_size)
             slots |= dict.fromkeys(group.sparse_layer_names + group.dense_layer_names, mapping)
             if group.dense:
-                padded = pad_sequence(list(map(torch.from_numpy, tables)), batch_first=True)
-                table = padded.to(self._device)
+                table = pad_sequence(list(map(torch.from_numpy, tables)), batch_first=True)
                 common = inputs.common_metadata(table, mapping)
             for layer_names, builder in group.dense:
                 metadata |= dict.fromkeys(layer_names, builder.build(0, common))
@@ -156,7 +153,7 @@ class RetrievalLevel:
         for group, tables in zip(self._groups, batch.block_tables):
             last = (start + batch.max_num_tokens[row] - 1) // group.block_size
             blocks = tables[row][start // group.block_size : last + 1].astype(np.int64)
-            ids = torch.from_numpy(blocks).to(self._device)
+            ids = torch.from_numpy(blocks)
             for layer_name in group.sparse_layer_names + group.dense_layer_names:
                 kv_cache = layers[layer_name].kv_cache
                 kv_cache[ids] = kv_cache[ids].nan_to_num_(0.0, 0.0, 0.0)
@@ -173,7 +170,6 @@ def build_level2(
     attn_groups,
     block_sizes: list[int],
     dtype: torch.dtype,
-    device: torch.device,
 ) -> tuple[RetrievalLevel, ResolvedConfig]:
     """Build level 2 over the target's KV cache; its groups are those of ``group_layers()``.
 
@@ -188,13 +184,12 @@ def build_level2(
     attention = attention_class(layers, builder)
     policy = POLICIES[config.policy]()
     cache = RetrievalCache(
-        allocate_summaries(policy, layers, dtype, device, attention.block_summaries()),
+        allocate_summaries(policy, layers, dtype, attention.block_summaries()),
         policy,
         block_size=config.block_size,
         budget=config.budget,
-        head_strides=attention.head_strides(),
     )
-    return RetrievalLevel(level2_model, groups, attention, cache, device), config
+    return RetrievalLevel(level2_model, groups, attention, cache), config
 
 
 def ragged_attention() -> type[RaggedRetrievalAttention]:
@@ -213,7 +208,7 @@ def ragged_attention() -> type[RaggedRetrievalAttention]:
     return retrieval
 
 
-def allocate_summaries(policy, layers: list, dtype, device, block_summaries) -> ChunkSummaries:
+def allocate_summaries(policy, layers: list, dtype, block_summaries) -> ChunkSummaries:
     """Allocate the summaries that the policy needs."""
     first = layers[0]
     num_blocks = first.kv_cache.shape[0]
@@ -221,7 +216,7 @@ def allocate_summaries(policy, layers: list, dtype, device, block_summaries) -> 
     with checked_allocation(
         f"level 2's summaries of {num_blocks} blocks",
         num_keys * first.head_size * dtype.itemsize,
-        device,
+        torch.device("cpu"),
         "make the KV cache smaller (--kv-cache-memory-bytes, --gpu-memory-utilization, or "
         "VLLM_CPU_KVCACHE_SPACE on the CPU)",
     ):
@@ -232,6 +227,5 @@ def allocate_summaries(policy, layers: list, dtype, device, block_summaries) -> 
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_size,
             dtype=dtype,
-            device=device,
             block_summaries=block_summaries,
         )

@@ -100,9 +100,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         speculator = self.speculator
         self.backoff = speculator.controller.backoff
         self._draft_probs = DraftProbsStore(self.counters.add_boundary_fault)
-        self._batch = RunnerBatch(
-            self._runner, self.config, speculator.disabled_requests, self.device
-        )
+        self._batch = RunnerBatch(self._runner, self.config, speculator.disabled_requests)
         swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
         head = speculator.level1.sources.get(HEAD_SOURCE)
         self._states = head.states if isinstance(head, Head) else None
@@ -137,10 +135,9 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
                 self._runner.attn_groups,
                 self._block_sizes,
                 model_config.dtype,
-                self.device,
             )
         draft = getattr(self, "model", None)
-        parts = SourceParts(vllm_config, self.config, draft, self.draft_layers, self.device)
+        parts = SourceParts(vllm_config, self.config, draft, self.draft_layers)
         sources = [SOURCES[name].build(parts) for name in config.sources]
         controller = Controller(config, [source.traits() for source in sources])
         replica = vllm_config.parallel_config.data_parallel_index
@@ -148,7 +145,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             Level1(sources, controller, model_config.get_vocab_size()),
             level2,
             controller,
-            InnerNoise(model_config.seed, self.device, replica),
+            InnerNoise(model_config.seed, replica),
             self.counters,
         )
 
@@ -205,8 +202,8 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
                 newest_ids.append(requests[batch.req_ids[row]].get_token_id(place))
         self._outcome = counts, sampled
         return (
-            torch.tensor(newest_ids, dtype=torch.int32, device=self.device),
-            torch.tensor(counts, dtype=torch.int32, device=self.device),
+            torch.tensor(newest_ids, dtype=torch.int32),
+            torch.tensor(counts, dtype=torch.int32),
         )
 
     def prepare_inputs_padded(self, common_attn_metadata, spec_decode_metadata, valid_counts):
@@ -219,7 +216,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             n + 1 - count if n else 0
             for n, count in zip(self._num_scheduled_drafts, self._outcome[0])
         ]
-        rejected = torch.tensor(num_rejected, dtype=torch.int32, device=self.device)
+        rejected = torch.tensor(num_rejected, dtype=torch.int32)
         return common_attn_metadata, None, rejected
 
     def propose(

@@ -39,7 +39,7 @@ class SamplingRows:
         """Return the parameters of ``rows``, which may repeat."""
         if rows == list(range(len(self.temperature))):
             return self
-        index = torch.tensor(rows, device=self.temperature.device)
+        index = torch.tensor(rows)
 
         def pick(values):
             return None if values is None else values.index_select(0, index)
@@ -130,10 +130,9 @@ class LogitsProcessing:
         token_ids: np.ndarray,
         num_prompt_tokens: int,
         vocab_size: int,
-        device: torch.device,
     ) -> None:
         def ids(tokens) -> torch.Tensor:
-            return torch.tensor(list(tokens), dtype=torch.int64, device=device)
+            return torch.tensor(list(tokens), dtype=torch.int64)
 
         output = token_ids[num_prompt_tokens:]
         self._vocab_size = vocab_size
@@ -147,15 +146,15 @@ class LogitsProcessing:
         self._stops = [token for token in params.all_stop_token_ids if token < vocab_size]
         self._bias = None
         if bias := params.logit_bias:
-            values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+            values = torch.tensor(list(bias.values()), dtype=torch.float32)
             self._bias = ids(bias), values
         self._penalties = _penalties(params)
         if self._penalties != _NO_PENALTIES:
             # A tokenizer may have more tokens than the model.
             seen = np.flatnonzero(np.bincount(token_ids)[:vocab_size])
             counts = np.bincount(output, minlength=vocab_size)[seen].astype(np.float32)
-            self._seen = torch.from_numpy(seen).to(device)
-            self._counts = torch.from_numpy(counts).to(device)
+            self._seen = torch.from_numpy(seen)
+            self._counts = torch.from_numpy(counts)
 
     @classmethod
     def for_request(
@@ -179,7 +178,7 @@ class LogitsProcessing:
         """Process the logits of the token after ``new``."""
         forbidden = self._forbidden(new)
         if self._allowed is not None:
-            bad = torch.tensor(forbidden, dtype=torch.int64, device=logits.device)
+            bad = torch.tensor(forbidden, dtype=torch.int64)
             allowed = self._allowed[~torch.isin(self._allowed, bad)]
             if not len(allowed):
                 return  # no token is left: level 3 decides
@@ -209,7 +208,7 @@ class LogitsProcessing:
         repetition, frequency, presence = self._penalties
         seen, counts = self._seen, self._counts
         if new:
-            more = torch.tensor(new, device=logits.device)
+            more = torch.tensor(new)
             counts = counts + (seen[:, None] == more).sum(1)
             unseen = more[~torch.isin(more, seen)]
             counts = torch.cat([counts, (unseen[:, None] == unseen).sum(1)])
@@ -238,9 +237,8 @@ class InnerNoise:
             numbers; the ranks of one engine draw the same.
     """
 
-    def __init__(self, engine_seed: int | None, device: torch.device, replica: int = 0) -> None:
-        self._device = device
-        self._shared = _generator(device, "engine", engine_seed, replica)
+    def __init__(self, engine_seed: int | None, replica: int = 0) -> None:
+        self._shared = _generator("engine", engine_seed, replica)
         self._rows: list[torch.Generator] = []
 
     def begin(self, seeds: list[int | None], places: list[tuple[int, int]]) -> None:
@@ -255,11 +253,11 @@ class InnerNoise:
         self._rows = [self._shared] * len(places)
         for row, seed in enumerate(seeds):
             if seed is not None:
-                self._rows[row] = _generator(self._device, "request", seed, *places[row])
+                self._rows[row] = _generator("request", seed, *places[row])
 
     def uniform(self, row: int) -> float:
         generator = self._rows[row]
-        return torch.rand((), generator=generator, device=self._device, dtype=torch.float64).item()
+        return torch.rand((), generator=generator, dtype=torch.float64).item()
 
     def sample(
         self,
@@ -274,6 +272,6 @@ class InnerNoise:
         return token
 
 
-def _generator(device: torch.device, *parts) -> torch.Generator:
+def _generator(*parts) -> torch.Generator:
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8, person=b"triforce").digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

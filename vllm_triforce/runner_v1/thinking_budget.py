@@ -64,7 +64,7 @@ class PlainThinkingBudget(ThinkingBudgetStateHolder):
                 start = sum(num_drafts[:row])
                 places += ((start + i, token) for i, token in enumerate(forced[:-1]))
         if places := [(place, token) for place, token in places if token is not None]:
-            rows, tokens = torch.tensor(places, device=logits.device).T
+            rows, tokens = torch.tensor(places).T
             logits[rows, tokens] = _FORCED_LOGIT
         return logits
 

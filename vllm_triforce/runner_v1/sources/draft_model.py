@@ -45,12 +45,12 @@ class DraftModel(DraftSource):
 
     def __init__(self, parts: SourceParts) -> None:
         self._config, self._vllm_config = parts.config, parts.vllm_config
-        self.model, self._layers, self._device = parts.draft, parts.draft_layers, parts.device
+        self.model, self._layers = parts.draft, parts.draft_layers
         num_slots = min(
             self._vllm_config.scheduler_config.max_num_seqs, self._config.max_speculating_seqs
         )
         self.cache, self._builder = private_cache(
-            self._layers, self._vllm_config, self._config, num_slots, self._device
+            self._layers, self._vllm_config, self._config, num_slots, torch.device("cpu")
         )
         self._windows: dict[str, StreamingWindow] = {}
 
@@ -154,7 +154,7 @@ class DraftModel(DraftSource):
             for the next token of each row, [1, hidden_size], None without a head.
         """
         inputs = PassInput.from_rows(
-            [row.token_ids for row in feed], [row.position for row in feed], self._device
+            [row.token_ids for row in feed], [row.position for row in feed]
         )
         table = self.cache.block_table[slots]
         blocks = list(self.cache.host_table[slots])

@@ -70,7 +70,6 @@ class SourceParts:
     config: ResolvedConfig
     draft: Any
     draft_layers: dict[str, Any]
-    device: torch.device
 
 
 class DraftSource(ABC):
