@@ -332,6 +332,7 @@ def _begin_pool_kernel(
         wanted = tl.load(table + index)
         is_changed = is_new | (logical >= first_changed) | (tl.load(held + index) != wanted)
         if is_changed:
+            tl.debug_barrier()  # a thread that is late would read what is stored below
             source = host + wanted.to(tl.int64) * one_head_stride
             block = (slot * width + index) * per_block + head * per_head
             target = pool + block * one_head_stride
