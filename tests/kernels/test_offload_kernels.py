@@ -140,7 +140,8 @@ def world(request) -> World:
 
 
 def test_the_pool_has_selected_blocks_and_the_exact_tail(world):
-    rows = some_rows(2, gamma=2, computed=[16 * 10 + 3, 16 * 6], tail=[8, 4], num_selected=[3, 2])
+    lengths = dict(computed=[16 * 10 + 3, 16 * 6], tail=[8, 4], num_selected=[3, 2])
+    rows = some_rows(2, gamma=2, room=[6, 6], **lengths)
     rows.row_metadata[:2, RowColumn.SLOT] = integers([2, 0])
     rows.row_metadata[:2, RowColumn.OWNER] = Owner.NEW_OWNER
     # The first has three blocks behind its tail's start, the last with three tokens; and one more
@@ -171,7 +172,7 @@ def brought(world: World) -> list[list[list[bool]]]:
 
 def test_only_changed_blocks_are_brought_again(world):
     """The tail that level 2 wrote, newly selected blocks, and all of a new owner's."""
-    rows = some_rows(1, gamma=2, computed=[16 * 10 + 3], tail=[8], num_selected=[3])
+    rows = some_rows(1, gamma=2, computed=[16 * 10 + 3], room=[6], tail=[8], num_selected=[3])
     rows.row_metadata[0, RowColumn.OWNER] = Owner.NEW_OWNER
     tables = world.tables([([1, 2, 3], [40, 41, 42, 43])])
     world.refill(rows, tables)
@@ -192,6 +193,10 @@ def test_only_changed_blocks_are_brought_again(world):
         DeviceCounter.NUM_POOL_HITS: 7 * 4 - 2 * 4 - 1,
         DeviceCounter.NUM_POOL_BYTES: (2 * 4 + 1) * BYTES,
     }
+    rows.room[0], before = 0, [pool[:3].clone() for pool in world.pools]
+    world.refill(rows, world.tables([([7, 8, 9], [40, 41, 42, 43])]))
+    assert all(map(torch.equal, before, [pool[:3] for pool in world.pools])), "it does not propose"
+    rows.room[0] = 6
     rows.row_metadata[0, RowColumn.OWNER] = Owner.NEW_OWNER
     world.refill(rows, again)
     assert all(all(new[:7]) for of_layer in brought(world) for new in of_layer)
@@ -201,7 +206,7 @@ def test_only_changed_blocks_are_brought_again(world):
 def test_chunks_that_stay_selected_are_not_brought_again(world, seed):
     """Change the selection at random while the context grows and level 2 overwrites."""
     draw = random.Random(seed)
-    rows = some_rows(1, gamma=2, tail=[0], num_selected=[0])
+    rows = some_rows(1, gamma=2, room=[6], tail=[0], num_selected=[0])
     rows.row_metadata[0, RowColumn.OWNER] = Owner.NEW_OWNER
     computed, before = 20 + draw.randrange(30), set()
     for step in range(12):

@@ -95,7 +95,8 @@ def _check_pool() -> None:
         copy(pool, layer, num_rows)
         per_block, per_head = pool._head_strides
         with _disable_current_modes():
-            for row in range(num_rows):
+            proposing = pool._rows.length < pool._rows.room
+            for row in proposing[:num_rows].nonzero()[:, 0].tolist():
                 slot = int(pool._rows.row_metadata[row, RowColumn.SLOT])
                 count = int(pool._rows.num_selected[row])
                 for head, held in enumerate(pool.held[slot, layer, :, 0, :count]):

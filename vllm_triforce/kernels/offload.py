@@ -242,7 +242,9 @@ def _copy_selected_kernel(
     head, num_heads = tl.program_id(2), tl.num_programs(2)
     row_ptr = rows_ptr + row * row_stride
     slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
-    num_selected = tl.load(row_ptr + col.NUM_SELECTED)
+    # A row that does not propose has the first blocks in its table: its pool keeps what it has.
+    proposes = tl.load(row_ptr + col.LENGTH) < tl.load(row_ptr + col.ROOM)
+    num_selected = tl.where(proposes, tl.load(row_ptr + col.NUM_SELECTED), 0)
     held = held_ptr + ((slot * num_layers + layer) * num_heads + head) * 2 * width
     missing = held + width
     table = tables_ptr + layer.to(tl.int64) * table_layer_stride
