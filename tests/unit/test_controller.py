@@ -119,7 +119,7 @@ def test_options_add_up_their_passes():
     routes = {HIERARCHICAL: None, LOOKUP: SOURCES[1], DRAFT: SOURCES[0]}
     lengths = np.array([[1, 4, 0, 7], [1, 4, 16, 0]])
     costs = SharedCosts(token_s=1e-3, attention_scale=0.5, round_s=np.full(2, 0.01), draft_s=0.0004)
-    options = build_options(model, candidates, rates, lengths, costs, routes, {})
+    options = build_options(model, candidates, rates, lengths, costs, routes)
     seen = set()
     for row, column in zip(*np.nonzero(options.is_possible)):
         choice, candidate = options.choice(row, column), candidates[row]

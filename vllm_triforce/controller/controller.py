@@ -232,12 +232,7 @@ class Controller:
         elif not routes:
             routes[self._preferred.name] = self._preferred
         acceptance = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
-        ended = {
-            source.name: [self.stop_rules.expected_draft(source.name, c) for c in candidates]
-            for source in self.sources
-            if source.takes_passes and rates is None and "length" in self.chooses
-        }
-        return build_options(model, candidates, acceptance, lengths, costs, routes, ended)
+        return build_options(model, candidates, acceptance, lengths, costs, routes)
 
     def choose_draft(
         self,
@@ -291,6 +286,11 @@ class Controller:
     ) -> None:
         """Learn from direct drafts that have ended, and correct the present plan."""
         self.add_to_plan(*self.stop_rules.on_draft_end(candidates, num_planned, rule, num_passes))
+        for candidate, classes in zip(candidates, rule.classes):
+            if not (classes or candidate.has_seed):
+                # Nothing to propose is as good as a rejection.
+                choice = self._chosen[candidate.request_id]
+                self.acceptance.observe_full_pass(candidate.request_id, choice, 1, 0)
 
     # Outcomes.
 
@@ -342,9 +342,7 @@ class Controller:
         if choice is PLAIN or not self.chooses:
             return
         self.trials.on_verified(request_id, drafted, accepted)
-        num_unbiased = self.stop_rules.observe_direct(
-            request_id, choice.route, drafted, accepted, probs
-        )
+        num_unbiased = self.stop_rules.observe_direct(request_id, choice.route, drafted, accepted)
         drafted, accepted = min(num_unbiased, drafted), min(num_unbiased, accepted)
         self.acceptance.observe_full_pass(request_id, choice, drafted, accepted, probs)
 

@@ -11,8 +11,6 @@ from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, Route, 
 
 # Proposals over which the setup of a request's first one is spread, at most.
 _MAX_PROPOSALS = 16
-# Drafts after which an old one counts 1/e in ``EndedDrafts``.
-_ENDED_MEMORY = 32
 
 
 @dataclass
@@ -34,25 +32,6 @@ class Candidate:
     """Tokens of context before level 2's first selection, 0 after it."""
     num_left: int | None = None
     """Tokens that the request may still emit; None if that is not known."""
-
-
-@dataclass
-class EndedDrafts:
-    """Means of direct drafts that a rule ended."""
-
-    tokens: float = 0.0
-    """Expected accepted tokens."""
-    drafts: float = 0.0
-    """Drafted tokens."""
-    passes: float = 0.0
-    count: int = 0
-
-    def add(self, tokens: float, drafts: int, passes: int) -> None:
-        """Add a draft."""
-        self.count = min(self.count + 1, _ENDED_MEMORY)
-        for name, new in (("tokens", tokens), ("drafts", drafts), ("passes", passes)):
-            old = getattr(self, name)
-            setattr(self, name, old + (new - old) / self.count)
 
 
 @dataclass
@@ -107,7 +86,6 @@ def build_options(
     lengths: np.ndarray,
     costs: SharedCosts,
     routes: Mapping[Route, SourceTraits | None],
-    ended: Mapping[Route, Sequence[EndedDrafts | None]],
 ) -> Options:
     """Build the options of every route and length.
 
@@ -115,8 +93,6 @@ def build_options(
         rates: acceptance, for each candidate.
         lengths: [num_reqs, num_lengths], 0 for a proposal that does not fit.
         routes: in the order of the options' columns; None for ``HIERARCHICAL``.
-        ended: the expected draft of a source where a rule ends it, for each candidate. This is
-            then the route's only option.
     """
     verify_s = _verify_seconds(model, candidates, lengths, costs)
     window_s = _column(model.reading_window(c.num_uncached_tokens) for c in candidates)
@@ -136,7 +112,6 @@ def build_options(
         else:
             own_s, setup_s = verify_s, window_s * source.takes_passes
             is_possible = is_possible & _column(c[route] is not None for c in match_classes)
-            _end_by_rule(ended.get(route, []), lengths, tokens, passes, is_possible)
             shared_s = passes * costs.draft_s
         parts.append((lengths, tokens, own_s, is_possible, passes, shared_s, setup_s + 0 * own_s))
     lengths, tokens, own_s, is_possible, passes, shared_s, setup_s = (
@@ -209,21 +184,3 @@ def _passes(
     if costs.drafts_per_round:
         passes = -(-lengths // costs.drafts_per_round) * costs.drafts_per_round
     return passes * float(source.takes_passes)
-
-
-def _end_by_rule(
-    ended: Sequence[EndedDrafts | None],  # by request
-    lengths: np.ndarray,  # [num_reqs, num_lengths], as all others
-    tokens: np.ndarray,  # written
-    passes: np.ndarray,  # written
-    is_possible: np.ndarray,  # written
-) -> None:
-    """Leave one option to requests whose drafts a rule ends: the length nearest to the expected."""
-    for row, drafts in enumerate(ended):
-        if drafts is None or not lengths[row].any():
-            continue
-        at = int(np.abs(lengths[row] - max(1.0, drafts.drafts)).argmin())
-        fitting = min(1.0, lengths[row, at] / max(1.0, drafts.drafts))
-        tokens[row, at] = min(fitting * drafts.tokens, lengths[row, at])
-        passes[row, at] = drafts.passes
-        is_possible[row, np.arange(lengths.shape[1]) != at] = False

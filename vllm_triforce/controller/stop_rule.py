@@ -12,14 +12,12 @@ does not bias rejection sampling.
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rate
 from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.options import Candidate, EndedDrafts
+from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.planner import StepCosts
 
 # Upper bounds of a class: the largest probability of the distribution that a token is drawn from.
@@ -29,8 +27,6 @@ _GREEDY_PRIOR = (0.15, 0.34, 0.50, 0.70, 0.83, 0.92, 0.99, 1.00)
 _SAMPLED_PRIOR = (0.40, 0.41, 0.46, 0.53, 0.63, 0.73, 0.87, 0.97)
 # Tests that the prior is worth, and tests after which an old one counts 1/e.
 _WEIGHT, _MEMORY = 8.0, 256.0
-# Drafts that make a mean.
-_MIN_ENDED = 6
 
 
 class ConfidenceRates:
@@ -113,10 +109,8 @@ class StopRules:
         self._acceptance = acceptance
         self._rates: dict[tuple[str, bool, bool], ConfidenceRates] = {}
         """By source, through level 2, of greedy requests."""
-        self._classes: dict[str, tuple[str, list[int], int]] = {}
-        """Last direct draft by request: source, confidence classes, number of passes."""
-        self._ended: dict[tuple[str, bool], EndedDrafts] = {}
-        """By source, of greedy requests."""
+        self._classes: dict[str, tuple[str, list[int]]] = {}
+        """Last direct draft by request: source, confidence classes."""
 
     def for_direct_draft(
         self, source: str, candidates: Sequence[Candidate], costs: StepCosts
@@ -165,16 +159,6 @@ class StopRules:
         means = [self._acceptance.of(i).of(source, through_level2, 0).value for i in request_ids]
         return rates, means
 
-    def expected_draft(self, source: str, candidate: Candidate) -> EndedDrafts | None:
-        """Return the engine's mean direct draft, scaled to a request; None if it is not known."""
-        ended = self._ended.get((source, candidate.is_greedy))
-        if candidate.has_seed or ended is None or ended.count < _MIN_ENDED:
-            return None
-        of_request = self._acceptance.of(candidate.request_id, candidate.is_greedy)
-        engine = self._acceptance.of_engine(candidate.is_greedy)
-        scale = of_request.of(source, False, 0).value / max(1e-3, engine.of(source, False, 0).value)
-        return replace(ended, tokens=ended.tokens * scale)
-
     def on_draft_end(
         self,
         candidates: Sequence[Candidate],
@@ -183,46 +167,31 @@ class StopRules:
         num_passes: int,
     ) -> tuple[int, float]:
         """Keep the classes of ended direct drafts; return drafts and seconds beyond the plan."""
-        expected = [self.expected_draft(rule.source, c) for c in candidates]
-        planned_passes = max(n if e is None else e.passes for n, e in zip(num_planned, expected))
-        tokens, seconds = 0, (num_passes - planned_passes) * rule.pass_s
+        tokens, seconds = 0, (num_passes - max(num_planned)) * rule.pass_s
         for row, (candidate, planned) in enumerate(zip(candidates, num_planned)):
             if rule.rates[row] is None:
                 continue
-            classes, request_id = rule.classes[row], candidate.request_id
-            if classes:
-                self._classes[request_id] = rule.source, classes, num_passes
-            else:  # nothing will be tested
-                self._mean_of(rule.source, request_id).add(0.0, 0, num_passes)
+            classes = rule.classes[row]
+            if classes:  # else nothing will be tested
+                self._classes[candidate.request_id] = rule.source, classes
             more = len(classes) - planned
             tokens += more
             seconds += rule.verify_s[row][len(classes)] - rule.verify_s[row][planned]
         return tokens, seconds
 
     def observe_direct(
-        self,
-        request_id: str,
-        source: str,
-        num_drafted: int,
-        num_accepted: int,
-        probs: Sequence[float] | None,
+        self, request_id: str, source: str, num_drafted: int, num_accepted: int
     ) -> int:
         """Learn from the full pass's test of a direct draft.
-
-        Args:
-            probs: probability of acceptance of each token, if known.
 
         Returns:
             Number of first tokens whose tests are unbiased. Further tokens of a draft that a rule
             could end were drafted because they were likely.
         """
-        drafted_by, classes, num_passes = self._classes.pop(request_id, ("", [], 0))
+        drafted_by, classes = self._classes.pop(request_id, ("", []))
         if drafted_by != source:
             return num_drafted
         self._of(source, False, request_id).add_draft(classes[:num_drafted], num_accepted)
-        if num_drafted == len(classes):
-            expected = float(np.cumprod(probs).sum()) if probs else num_accepted
-            self._mean_of(source, request_id).add(expected, num_drafted, num_passes)
         return 1
 
     def observe_round(
@@ -240,8 +209,3 @@ class StopRules:
         return self._rates.setdefault(
             (source, through_level2, is_greedy), ConfidenceRates(is_greedy)
         )
-
-    def _mean_of(self, source: str, request_id: str) -> EndedDrafts:
-        """Return the means of requests like this one."""
-        key = source, self._acceptance.is_greedy(request_id)
-        return self._ended.setdefault(key, EndedDrafts())
