@@ -108,7 +108,7 @@ def test_several_requests_fill_a_machine_that_one_leaves_idle():
 
 def test_options_add_up_their_passes():
     """Compare a proposal's tokens and seconds with the sum of its passes."""
-    model = CostModel(dataclasses.replace(LONG_PAYS, sampling=1e-4))
+    model = CostModel(LONG_PAYS)
     found = controller(LONG_PAYS)
     candidates = [
         Candidate("a", 30_000, 7, match_classes=matched(2)),
@@ -126,8 +126,7 @@ def test_options_add_up_their_passes():
         n = choice.num_tokens
         seen.add((candidate.request_id, choice.route, n))
         attention = model.attention_table([candidate.context], 17)[0]
-        per_token = 1e-3 + (0 if candidate.is_greedy else 1e-4)
-        seconds = n * per_token + 0.5 * (attention[n + 1] - attention[1])
+        seconds = n * 1e-3 + 0.5 * (attention[n + 1] - attention[1])
         # The match of two tokens grows by each that is accepted, up to the class of eight.
         by_place = {
             HIERARCHICAL: [rates[row].level2] * n,

@@ -45,7 +45,6 @@ SMALL_ON_CPU = Measurements(
     draft_per_row=0.0002,
     draft_per_token=1e-5,
     selection_per_token=1e-6,
-    sampling=1e-4,
 )
 # An 8B model whose KV lies in host memory: 12 GB cross PCIe for each full pass at 100,000 tokens.
 OVER_HOST = Measurements(

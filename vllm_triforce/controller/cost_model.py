@@ -149,13 +149,11 @@ class CostModel:
         """Return the seconds of level 2's pass with drafts of 0, 1 ... ``max_tokens``."""
         return [self.level2(num_rows, n + 1) for n in range(max_tokens + 1)]
 
-    def verification(
-        self, contexts: Sequence[int], greedy: Sequence[bool], num_reqs: int, max_tokens: int
-    ) -> np.ndarray:
+    def verification(self, contexts: Sequence[int], num_reqs: int, max_tokens: int) -> np.ndarray:
         """Return the seconds that verifying 0, 1 ... ``max_tokens`` of one request adds to a step.
 
         Args:
-            contexts, greedy: of each request that drafts.
+            contexts: of each request that drafts.
             num_reqs: requests in the step.
 
         Returns:
@@ -164,9 +162,8 @@ class CostModel:
         attention = self.attention_table(contexts, max_tokens + 1)
         further_s = attention[:, 1 : max_tokens + 2] - attention[:, 1:2]
         rows_s = np.array([self.rows(num_reqs + n) for n in range(max_tokens + 1)])
-        tests_s = np.outer([self.draft_seconds(g) for g in greedy], np.arange(max_tokens + 1))
         scale = self.attention_scales(num_reqs, len(contexts))[1]
-        return rows_s - rows_s[0] + scale * further_s + tests_s
+        return rows_s - rows_s[0] + scale * further_s
 
     def reading_window(self, num_tokens: int) -> float:
         """Return the seconds that the draft model takes to read tokens before it drafts."""
@@ -190,10 +187,6 @@ class CostModel:
     def speculating_seconds(self, num_rows: int, is_greedy: bool) -> float:
         """Return the seconds that verifying any drafts adds to a step."""
         return _nearest(self.speculating, num_rows, is_greedy)
-
-    def draft_seconds(self, is_greedy: bool) -> float:
-        """Return the seconds of verifying a draft token beyond its place in the full pass."""
-        return 0.0 if is_greedy else self.measured.sampling
 
     # Learning.
 

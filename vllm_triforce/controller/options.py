@@ -144,10 +144,9 @@ def _verify_seconds(
     """Return the seconds that verifying proposals of ``lengths`` adds to a full pass."""
     num_tokens = 1 + int(lengths.max(initial=0))
     attention = model.attention_table([c.context for c in candidates], num_tokens)
-    token_s = costs.token_s + _column(model.draft_seconds(c.is_greedy) for c in candidates)
     # With a proposal of n tokens the pass has n + 1 of the request; a plain step has the first.
     further_s = np.take_along_axis(attention, lengths + 1, axis=1) - attention[:, 1:2]
-    return token_s * lengths + costs.attention_scale * further_s
+    return costs.token_s * lengths + costs.attention_scale * further_s
 
 
 def _expected_tokens(

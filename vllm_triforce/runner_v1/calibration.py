@@ -25,7 +25,7 @@ from vllm_triforce.core.calibration import (
 )
 from vllm_triforce.core.model_pass import PassInput, run_model, target_inputs
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
-from vllm_triforce.runner_v1.sampling import SamplingRows, token_distribution
+from vllm_triforce.runner_v1.sampling import SamplingRows
 from vllm_triforce.runner_v1.sources.source import DraftSource
 from vllm_triforce.runner_v1.speculator import SpeculatorV1
 
@@ -58,8 +58,8 @@ _LONGEST_PASS = 0.1
 _PROBED_CONTEXT = 2048
 # Share of the longest pass's seconds that a pass of one token takes, about.
 _ONE_TOKEN = 0.35
-# Batch size of a full pass, and of logits that are sampled.
-_MAX_ROWS, _SAMPLED_ROWS = 128, 32
+# Batch size of a full pass.
+_MAX_ROWS = 128
 # Passes of the draft in a proposal.
 _NUM_DRAFTS = 4
 
@@ -110,7 +110,6 @@ class Calibration:
             draft_per_row,
             draft_per_token,
             self._first_selection(),
-            self._sampling(),
         )
 
     def _level2_passes(self, num_rows: int) -> tuple[Points, list[tuple[float, Points]]]:
@@ -267,17 +266,6 @@ class Calibration:
         counts, matches = [num_tokens] * len(rows), model.find_matches(batch, proposal, rows)
         noise = self.speculator.noise
         model.draft(batch, proposal, rows, counts, matches, batch.sampling, noise)
-
-    def _sampling(self) -> float:
-        """Measure the sampling of a row of logits, without top-k and top-p.
-
-        Where the vocabulary is sorted for these, it takes tens of times longer. The controller
-        learns that as part of what verifying any drafts adds to a step.
-        """
-        vocab_size = self._vllm_config.model_config.get_vocab_size()
-        logits = torch.zeros(_SAMPLED_ROWS, vocab_size)
-        sampling = SamplingRows(torch.ones(_SAMPLED_ROWS))
-        return self._timer.seconds(token_distribution, logits, sampling) / _SAMPLED_ROWS
 
     def _batch(self, num_rows: int) -> tuple[DraftBatch, Proposal]:
         """Make a batch of dummy requests."""
