@@ -207,18 +207,12 @@ class Acceptance:
         match_class: int | None,
         num_drafted: int,
         num_accepted: int,
-        num_unbiased: int,
     ) -> None:
-        """Learn from level 2's test of a source's tokens; None for no draft.
-
-        Args:
-            num_unbiased: first tokens whose tests count.
-        """
-        counted = min(num_unbiased, num_drafted)
+        """Learn from level 2's test of a source's tokens; None for no draft."""
         for rates in self.request_and_engine_rates(request_id):
             rates.add_round(num_accepted + 1)
             if source is not None and match_class is not None:
-                rates.add_draft(source, True, match_class, counted, min(counted, num_accepted))
+                rates.add_draft(source, True, match_class, num_drafted, num_accepted)
                 self._relate(rates, source, was_direct=False)
             for other in self._with_passes - {source}:
                 rates.of(other, True, 0).fade()

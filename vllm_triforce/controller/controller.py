@@ -269,14 +269,6 @@ class Controller:
         costs = self.step_costs(candidates, num_plain)
         return self.stop_rules.for_direct_draft(source, candidates, costs)
 
-    def rule_for_round(
-        self, source: str, request_ids: Sequence[str], has_seed: Sequence[bool]
-    ) -> StopRule | None:
-        """Return the rule for a round's drafts for level 2; None for fixed lengths."""
-        if not {"length", "gamma"} <= self.chooses:
-            return None
-        return self.stop_rules.for_round(source, request_ids, has_seed, self.model)
-
     def on_draft_end(
         self,
         candidates: Sequence[Candidate],
@@ -293,28 +285,6 @@ class Controller:
                 self.acceptance.observe_full_pass(candidate.request_id, choice, 1, 0)
 
     # Outcomes.
-
-    def observe_round(
-        self,
-        request_id: str,
-        source: str | None,
-        match_class: int | None,
-        num_drafted: int,
-        num_accepted: int,
-        classes: Sequence[int] = (),
-    ) -> None:
-        """Learn from level 2's test of a round's draft; ``source`` is None for no draft.
-
-        Args:
-            classes: confidence classes of the tokens, if a rule could end the draft.
-        """
-        num_unbiased = num_drafted
-        if classes and source is not None:
-            self.stop_rules.observe_round(request_id, source, classes[:num_drafted], num_accepted)
-            num_unbiased = 1
-        self.acceptance.observe_round(
-            request_id, source, match_class, num_drafted, num_accepted, num_unbiased
-        )
 
     def await_outcomes(self, request_ids: Iterable[str]) -> None:
         """Expect outcomes of these proposals after further decisions."""

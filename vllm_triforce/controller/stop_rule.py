@@ -1,4 +1,4 @@
-"""Ends of drafts: a draft model's distributions say how likely its tokens are accepted.
+"""Ends of direct drafts: a draft model's distributions say how likely its tokens are accepted.
 
 The confidence of a token is the largest probability of the distribution that it is drawn from.
 Eight classes of confidence have an acceptance each, learned from tests. A draft of ``n`` tokens
@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rate
-from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.planner import StepCosts
 
@@ -55,7 +54,7 @@ class StopRule:
     """Ends each row's draft where its next token would make the batch slower."""
 
     source: str
-    base_s: float  # of the step, or of the round, without drafted tokens
+    base_s: float  # of the step without drafted tokens
     pass_s: float  # of a pass of the draft, which the rows share
     verify_s: Sequence[Sequence[float]]  # of verifying 0, 1 ... tokens of a row, for each row
     num_reqs: int  # that wait for it
@@ -107,8 +106,8 @@ class StopRules:
     def __init__(self, config: ResolvedConfig, acceptance: Acceptance) -> None:
         self._config = config
         self._acceptance = acceptance
-        self._rates: dict[tuple[str, bool, bool], ConfidenceRates] = {}
-        """By source, through level 2, of greedy requests."""
+        self._rates: dict[tuple[str, bool], ConfidenceRates] = {}
+        """By source, of greedy requests."""
         self._classes: dict[str, tuple[str, list[int]]] = {}
         """Last direct draft by request: source, confidence classes."""
 
@@ -123,40 +122,12 @@ class StopRules:
             self._config.num_speculative_tokens,
         )
         base_s, pass_s = costs.plain_s + costs.speculating_s, model.draft(len(candidates))
-        ids, has_seed = [c.request_id for c in candidates], [c.has_seed for c in candidates]
-        rates, means = self._known(source, False, ids, has_seed)
-        return StopRule(source, base_s, pass_s, verify_s.tolist(), num_reqs, rates, means)
-
-    def for_round(
-        self,
-        source: str,
-        request_ids: Sequence[str],
-        has_seed: Sequence[bool],
-        model: CostModel,
-    ) -> StopRule:
-        """Return the rule for a round's drafts for level 2."""
-        num_rows = len(request_ids)
-        seconds = model.rounds_without_drafting(num_rows, self._config.gamma)
-        # In ``seconds`` all rows have the same number of tokens.
-        verify_s = [[(s - seconds[0]) / num_rows for s in seconds]] * num_rows
-        rates, means = self._known(source, True, request_ids, has_seed)
-        return StopRule(source, seconds[0], model.draft(num_rows), verify_s, num_rows, rates, means)
-
-    def _known(
-        self,
-        source: str,
-        through_level2: bool,
-        request_ids: Sequence[str],
-        has_seed: Sequence[bool],
-    ) -> tuple[list[list[float] | None], list[float]]:
-        """Return ``rates`` and ``means`` of a rule for a draft of these requests."""
         # A seeded request's samples depend on its lengths, which must not depend on costs.
         rates = [
-            None if seeded else self._of(source, through_level2, i).values()
-            for i, seeded in zip(request_ids, has_seed)
+            None if c.has_seed else self._of(source, c.request_id).values() for c in candidates
         ]
-        means = [self._acceptance.of(i).of(source, through_level2, 0).value for i in request_ids]
-        return rates, means
+        means = [self._acceptance.of(c.request_id).of(source, False, 0).value for c in candidates]
+        return StopRule(source, base_s, pass_s, verify_s.tolist(), num_reqs, rates, means)
 
     def on_draft_end(
         self,
@@ -190,21 +161,13 @@ class StopRules:
         drafted_by, classes = self._classes.pop(request_id, ("", []))
         if drafted_by != source:
             return num_drafted
-        self._of(source, False, request_id).add_draft(classes[:num_drafted], num_accepted)
+        self._of(source, request_id).add_draft(classes[:num_drafted], num_accepted)
         return 1
-
-    def observe_round(
-        self, request_id: str, source: str, classes: Sequence[int], num_accepted: int
-    ) -> None:
-        """Learn from level 2's test of a draft whose tokens are of ``classes``."""
-        self._of(source, True, request_id).add_draft(classes, num_accepted)
 
     def release(self, request_id: str) -> None:
         self._classes.pop(request_id, None)
 
-    def _of(self, source: str, through_level2: bool, request_id: str) -> ConfidenceRates:
+    def _of(self, source: str, request_id: str) -> ConfidenceRates:
         """Return the rates of requests like this one."""
         is_greedy = self._acceptance.is_greedy(request_id)
-        return self._rates.setdefault(
-            (source, through_level2, is_greedy), ConfidenceRates(is_greedy)
-        )
+        return self._rates.setdefault((source, is_greedy), ConfidenceRates(is_greedy))

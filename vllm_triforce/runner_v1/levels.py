@@ -29,8 +29,6 @@ class RoutedDraft(Draft):
 
     sources: list[str | None] = field(default_factory=list)
     match_classes: list[int | None] = field(default_factory=list)
-    classes: list[list[int]] = field(default_factory=list)
-    """Confidence class of each row's tokens; empty without a stop rule."""
 
 
 class Level1:
@@ -59,13 +57,12 @@ class Level1:
             )
             for row, row_classes, row_max in zip(rows, classes, max_tokens)
         ]
-        rule, choices = self._with_rule(choices, batch, rows, max_tokens)
         draft = RoutedDraft.empty(len(rows))
         for name, source in self.sources.items():
             counts = [count if chosen == name else 0 for chosen, count in choices]
             if any(counts):
                 its_draft = self.draft_from(
-                    source, batch, proposal, rows, counts, matches[name], sampling, noise, rule
+                    source, batch, proposal, rows, counts, matches[name], sampling, noise
                 )
                 draft.copy_rows(its_draft, [i for i, count in enumerate(counts) if count])
         draft.sources = [name for name, _ in choices]
@@ -73,31 +70,7 @@ class Level1:
             None if name is None else self._traits[name].match_class(row_classes)
             for name, row_classes in zip(draft.sources, classes)
         ]
-        draft.classes = [[] for _ in rows] if rule is None else rule.classes
         return draft
-
-    def _with_rule(
-        self,
-        choices: list[tuple[str | None, int]],  # source and number of tokens, per row
-        batch: DraftBatch,
-        rows: Sequence[int],
-        max_tokens: Sequence[int],
-    ) -> tuple[StopRule | None, list[tuple[str | None, int]]]:
-        """Return the rule that ends the model's drafts, and the choices at full length for it."""
-        model = self.model
-        is_drafting = model is not None and any(n == model.name and count for n, count in choices)
-        if model is None or not model.stops_early or not is_drafting:
-            return None, choices
-        has_seed = [batch.has_seed(row) for row in rows]
-        ids = [batch.request_ids[row] for row in rows]
-        rule = self.controller.rule_for_round(model.name, ids, has_seed)
-        if rule is None:
-            return None, choices
-        gamma = self.controller.config.gamma
-        return rule, [
-            (name, min(gamma, row_max) if name == model.name and count and not seeded else count)
-            for (name, count), row_max, seeded in zip(choices, max_tokens, has_seed)
-        ]
 
     def find_matches(self, batch: DraftBatch, proposal: Proposal, rows: list[int]) -> Matches:
         sources = list(self.sources.values())

@@ -198,13 +198,12 @@ class ObserverV1(Observer):
             takes_passes, sources = self._controller.takes_passes, draft.sources
             lengths = list(map(len, draft.token_ids))
             for i, row in enumerate(rows):
-                self._controller.observe_round(
+                self._controller.acceptance.observe_round(
                     self._batch.request_ids[row],
                     sources[i],
                     draft.match_classes[i],
                     lengths[i],
                     verified.num_accepted[i],
-                    draft.classes[i],
                 )
             reads_window = draft.starts_window or draft.num_catch_up_tokens
             if not (self._is_first or reads_window):
