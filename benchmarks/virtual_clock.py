@@ -36,9 +36,11 @@ from vllm_triforce.runner_v1 import calibration, plain_steps, runner, speculator
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sources.draft_model import DraftModel
 
-# Seconds of a step beside its passes, of verifying any drafts, of a decision, and of the test of a
-# sampled token: about those of an engine with SmolLM2 on two cores.
+# Seconds of a step beside its passes, of verifying any drafts, of a decision, of the test of a
+# sampled token, of a token of a window that is read, and of a token of context in a request's first
+# selection: about those of an engine with SmolLM2 on two cores.
 STEP_S, VERIFY_S, DECISION_S, TEST_S = 0.004, 0.002, 0.0015, 4.6e-5
+READ_S, SELECT_S = 7.5e-5, 4.9e-6
 # Seconds of a pass vary by this share, and each start-up's measurement of a kind of pass.
 NOISE, START_UP_NOISE = 0.05, 0.1
 # The machine changes about so often between its speed and a slower one.
@@ -94,11 +96,11 @@ class VirtualClock:
 
     def draft_pass(self, model, feed, slots) -> float:
         num_read = sum(len(row.token_ids) - 1 for row in feed)
-        return self.truth.draft(len(feed)) + self.truth.reading_window(num_read)
+        return self.truth.draft(len(feed)) + num_read * READ_S
 
     def selection(self, level2, batch) -> float:
         num_new = sum(not level2.has_selection(name) for name in batch.request_ids)
-        return num_new * self.truth.first_selection(self.context)
+        return num_new * self.context * SELECT_S
 
     def level2_pass(self, level2, batch, proposal, rows, drafts) -> float:
         lengths = [len(tokens) + 1 for tokens in drafts]

@@ -168,8 +168,6 @@ def test_a_sampled_request_with_a_grammar_is_no_greedy_one_to_the_controller(llm
     finally:
         del controller.choose
     assert seen and not any(candidate.is_greedy for candidate in seen)
-    assert [c.num_left for c in seen] == sorted((c.num_left for c in seen), reverse=True)
-    assert all(0 < candidate.num_left < 20 for candidate in seen)
 
 
 def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):

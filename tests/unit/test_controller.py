@@ -328,15 +328,6 @@ def test_a_trial_is_charged_the_tokens_of_the_present_route():
     assert late.count(HIERARCHICAL) > 0.97 * len(late), Counter(late)
 
 
-def test_reading_a_window_again_is_part_of_the_plan():
-    found = controller(LONG_PAYS)
-    found.planned = Planned(num_drafts=4, seconds=0.01)
-    found.reads_window(200)
-    assert found.take_plan().seconds == pytest.approx(0.01 + found.model.reading_window(200))
-    found.reads_window(200)
-    assert found.take_plan() is None
-
-
 @pytest.mark.parametrize("speculating", [0.02, 0.1])
 def test_a_cost_that_nothing_foretells_is_found(speculating):
     """Speculation is given up where steps with drafts take longer than their parts."""

@@ -71,7 +71,7 @@ def test_a_decision_that_holds_is_for_those_that_are_still_there():
     most = dict.fromkeys("abcd", 12)
 
     def candidate(name: str) -> Candidate:
-        return Candidate(name, 100_000, most[name], num_left=10_000)
+        return Candidate(name, 100_000, most[name])
 
     first = steady(made, clock, ["a", "b", "c"], candidate)
     # One has left, one has come, one is near its end.
@@ -90,7 +90,7 @@ def test_a_decision_that_holds_is_for_those_that_are_still_there():
 def test_decisions_that_take_long_hold_for_several_steps(monkeypatch):
     """Decisions of 12 ms take a twentieth of the time, in steps of 20 ms."""
     made, decided = decisions(MHA_ON_GPU, clock := Clock(0.012)), []
-    candidate = Candidate("a", 100_000, 12, num_left=10_000)
+    candidate = Candidate("a", 100_000, 12)
     steady(made, clock, ["a"], lambda name: candidate)
     choose = made.controller.choose
     monkeypatch.setattr(made.controller, "choose", lambda *a: decided.append(1) or choose(*a))
@@ -109,7 +109,7 @@ def test_who_joins_does_not_end_a_wait_after_losses(has_seed):
 
     def candidate(name: str) -> Candidate:
         is_seeded = has_seed and name != "a"
-        return Candidate(name, 100_000, 12, has_seed=is_seeded, num_left=10_000)
+        return Candidate(name, 100_000, 12, has_seed=is_seeded)
 
     steady(made, clock, ["a"], candidate)
     made.controller.measured.balance_s = -1e-9
@@ -126,7 +126,7 @@ def test_who_joins_does_not_end_a_wait_after_losses(has_seed):
 def test_what_was_lost_under_way_begins_no_second_wait(num_lost, num_steps):
     """The step that was under way ends in the wait, and loses some plain steps more."""
     made = decisions(MHA_ON_GPU, clock := Clock(0.0005))
-    candidate = Candidate("a", 100_000, 12, num_left=10_000)
+    candidate = Candidate("a", 100_000, 12)
     steady(made, clock, ["a"], lambda name: candidate)
     costs = made.controller.measured
     costs.balance_s = -1e-9

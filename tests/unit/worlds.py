@@ -43,8 +43,6 @@ SMALL_ON_CPU = Measurements(
     level2_by_batch=[(1, [(0, 0.0045)]), (2, [(0, 0.0055)])],
     draft=0.0008,
     draft_per_row=0.0002,
-    draft_per_token=1e-5,
-    selection_per_token=1e-6,
 )
 # An 8B model whose KV lies in host memory: 12 GB cross PCIe for each full pass at 100,000 tokens.
 OVER_HOST = Measurements(
@@ -126,7 +124,7 @@ class World:
                 controller.requests_joined()
             elif not controller.backoff.is_resting:
                 candidates = [
-                    Candidate(n, at, max_tokens, is_greedy=is_greedy, num_left=length - running[n])
+                    Candidate(n, at, max_tokens, is_greedy=is_greedy)
                     for n, at in zip(names, contexts)
                 ]
                 choices = dict(zip(names, controller.choose(candidates)))

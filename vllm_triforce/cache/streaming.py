@@ -50,13 +50,6 @@ class StreamingWindow:
         mismatches = np.flatnonzero(window[:limit] != self._cached[:limit])
         return int(mismatches[0]) if len(mismatches) else limit
 
-    def num_uncached_tokens(self, num_tokens: int) -> int:
-        """Count the tokens that ``advance()`` would feed if no cached token is rejected."""
-        window_len = self.num_sink_tokens + num_tokens - self._start
-        if window_len > self.capacity or num_tokens <= self._start:
-            return min(num_tokens, self.num_sink_tokens + self.num_recent_tokens)
-        return max(1, window_len - len(self._cached))
-
     def append(self, token_id: int) -> int:
         """Append a drafted token that is fed next, and return its position."""
         self._cached = np.append(self._cached, np.int32(token_id))

@@ -34,8 +34,7 @@ class Planned(NamedTuple):
 
     num_drafts: int
     seconds: float
-    """Without the setup of first proposals, and without ``CostModel.speculating``, which is learned
-    by comparison with it."""
+    """Without ``CostModel.speculating``, which is learned by comparison with it."""
 
 
 class Controller:
@@ -342,11 +341,6 @@ class Controller:
             before = self.planned
             self.planned = Planned(before.num_drafts + num_drafts, before.seconds + seconds)
 
-    def reads_window(self, num_tokens: int) -> None:
-        """Add the draft model's reading of ``num_tokens`` to the present plan."""
-        if self.planned is not None:
-            self.add_to_plan(0, self.model.reading_window(num_tokens))
-
     def forget_plan(self) -> None:
         """Compare the present proposals with no plan: they take longer for once."""
         self.planned = None
@@ -367,6 +361,6 @@ def _planned(options: Options, columns: np.ndarray, costs: StepCosts) -> Planned
     rows = np.flatnonzero(columns >= 0)
     taken = rows, columns[rows]
     lengths = options.lengths[taken]
-    seconds = float((options.seconds - options.amortized_setup_s)[taken].sum())
+    seconds = float(options.seconds[taken].sum())
     seconds += float(unshared_seconds(options, columns, costs))
     return Planned(int(lengths.sum()), seconds)

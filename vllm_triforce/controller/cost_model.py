@@ -165,14 +165,6 @@ class CostModel:
         scale = self.attention_scales(num_reqs, len(contexts))[1]
         return rows_s - rows_s[0] + scale * further_s
 
-    def reading_window(self, num_tokens: int) -> float:
-        """Return the seconds that the draft model takes to read tokens before it drafts."""
-        return self.level1_factor * num_tokens * self.measured.draft_per_token
-
-    def first_selection(self, num_tokens: int) -> float:
-        """Return the seconds of a request's first selection from a context."""
-        return num_tokens * self.measured.selection_per_token
-
     # Steps, beside their passes.
 
     def overhead(self, num_rows: int, is_greedy: bool = True) -> float:

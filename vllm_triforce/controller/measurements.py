@@ -41,10 +41,6 @@ class Measurements:
     draft: float = 0.0
     """Seconds of the draft model's pass for one request."""
     draft_per_row: float = 0.0
-    draft_per_token: float = 0.0
-    """Seconds of a token that the draft model has to read first."""
-    selection_per_token: float = 0.0
-    """Seconds of a token of context in a request's first selection."""
     full_by_num_reqs: list[tuple[float, float, float]] = field(default_factory=list)
     """(requests, seconds, seconds) of a full pass of several requests at ``full_context``:
     of one token each, and of the largest number in ``full_by_tokens``. Empty where a batch's

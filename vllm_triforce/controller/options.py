@@ -9,9 +9,6 @@ from vllm_triforce.controller.acceptance import Rates, expected_by_length
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, Route, SourceTraits
 
-# Proposals over which the setup of a request's first one is spread, at most.
-_MAX_PROPOSALS = 16
-
 
 @dataclass
 class Candidate:
@@ -26,12 +23,6 @@ class Candidate:
     """Match class by source, None for no tokens; sources that always have some may be missing."""
     has_seed: bool = False
     is_greedy: bool = True
-    num_uncached_tokens: int = 0
-    """Tokens that the draft model has to read before it drafts."""
-    tokens_unselected: int = 0
-    """Tokens of context before level 2's first selection, 0 after it."""
-    num_left: int | None = None
-    """Tokens that the request may still emit; None if that is not known."""
 
 
 @dataclass
@@ -49,15 +40,6 @@ class Options:
     match_classes: list[dict[Route, int | None]]  # by route, for each request
     passes: np.ndarray  # rounds of levels 1 and 2, or passes of the draft
     shared_s: np.ndarray  # the request's share of these passes, part of ``seconds``
-    amortized_setup_s: np.ndarray | float = 0.0
-    """The part of a first proposal's setup in ``seconds``: the draft reads its window, level 2
-    looks through the context."""
-    remaining_setup_s: np.ndarray | float = 0.0  # the other part
-
-    def first_seconds(self, row: int, column: int) -> float:
-        """Return the seconds of a request's first proposal, including all setup."""
-        remaining = np.broadcast_to(self.remaining_setup_s, self.seconds.shape)
-        return float(self.seconds[row, column] + remaining[row, column])
 
     def choice(self, row: int, column: int) -> Choice:
         """Return a column's choice, or plain decoding for -1."""
@@ -95,8 +77,6 @@ def build_options(
         routes: in the order of the options' columns; None for ``HIERARCHICAL``.
     """
     verify_s = _verify_seconds(model, candidates, lengths, costs)
-    window_s = _column(model.reading_window(c.num_uncached_tokens) for c in candidates)
-    selection_s = _column(model.first_selection(c.tokens_unselected) for c in candidates)
     match_classes = [
         {n: None if s is None else s.match_class(c.match_classes) for n, s in routes.items()}
         for c in candidates
@@ -108,29 +88,22 @@ def build_options(
         passes = _passes(source, rates, lengths, costs)
         if source is None:
             shared_s = passes * costs.round_s[:, None]
-            own_s, setup_s = verify_s, window_s + selection_s
         else:
-            own_s, setup_s = verify_s, window_s * source.takes_passes
             is_possible = is_possible & _column(c[route] is not None for c in match_classes)
             shared_s = passes * costs.draft_s
-        parts.append((lengths, tokens, own_s, is_possible, passes, shared_s, setup_s + 0 * own_s))
-    lengths, tokens, own_s, is_possible, passes, shared_s, setup_s = (
+        parts.append((lengths, tokens, verify_s + shared_s, is_possible, passes, shared_s))
+    lengths, tokens, seconds, is_possible, passes, shared_s = (
         np.concatenate(part, axis=1) for part in zip(*parts)
     )
-    num_left = _column(np.inf if c.num_left is None else c.num_left for c in candidates)
-    num_proposals = np.clip(num_left / (1 + tokens), 1, _MAX_PROPOSALS)
-    amortized_s = setup_s / num_proposals
     return Options(
         lengths,
         tokens,
-        own_s + shared_s + amortized_s,
+        seconds,
         is_possible,
         [route for route in routes for _ in range(parts[0][0].shape[1])],
         match_classes,
         passes,
         shared_s,
-        amortized_s,
-        setup_s - amortized_s,
     )
 
 

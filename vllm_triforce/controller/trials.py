@@ -203,7 +203,7 @@ def _seconds_alone(options: Options, row: int, column: int, costs: StepCosts) ->
     """Return the seconds of a request's first proposal whose passes no other request shares."""
     alone = np.full(len(options.tokens), -1)
     alone[row] = column
-    return options.first_seconds(row, column) + float(unshared_seconds(options, alone, costs))
+    return float(options.seconds[row, column]) + float(unshared_seconds(options, alone, costs))
 
 
 def _cheapest(options: Options, is_trial: np.ndarray) -> float:

@@ -133,10 +133,6 @@ class RunnerBatch:
             sampling=self.sampling(rows, params, metadata),
             num_plain_reqs=sum(map(bool, counts)) - len(rows),
             is_greedy=list(map(is_greedy, params)),
-            num_remaining_tokens=[
-                request.num_prompt_tokens + request.sampling_params.max_tokens - computed[row] - 1
-                for row, request in zip(rows, requests)
-            ],
             logits_processors=logits_processors,
         )
 

@@ -99,17 +99,14 @@ class Calibration:
             tokens,
             contexts,
         )
-        draft = draft_per_row = draft_per_token = 0.0
+        draft = draft_per_row = 0.0
         if (model := self.speculator.level1.model) is not None:
             draft, draft_per_row = measure_draft(partial(self._draft, model), max_reqs)
-            draft_per_token = self._window(model, draft)
         return Measurements(
             *full,
             *self._level2_passes(min(4, max_reqs)),
             draft,
             draft_per_row,
-            draft_per_token,
-            self._first_selection(),
         )
 
     def _level2_passes(self, num_rows: int) -> tuple[Points, list[tuple[float, Points]]]:
@@ -219,37 +216,6 @@ class Calibration:
         for request_id in batch.request_ids:
             level2.release(request_id)
         return seconds[False] + (seconds[True] - seconds[False]) / TOKENS_PER_SELECTION
-
-    def _first_selection(self) -> float:
-        """Measure a request's first selection, in seconds per token of context."""
-        if (level2 := self._retrieval) is None:
-            return 0.0
-        batch, _ = self._batch(1)
-        (request_id,) = batch.request_ids
-
-        def begin():
-            level2.release(request_id)
-            level2.invalidate_summaries(tuple(tables[0].tolist() for tables in batch.block_tables))
-            level2.begin(batch)
-
-        seconds = self._timer.seconds(begin)
-        level2.release(request_id)
-        return seconds / self._context
-
-    def _window(self, model: DraftSource, pass_seconds: float) -> float:
-        """Measure the seconds per token that the draft takes to read its window."""
-        batch, proposal = self._batch(1)
-        (request_id,) = batch.request_ids
-        num_tokens = model.num_uncached_tokens(request_id, len(batch.token_ids[0]))
-
-        def draft():
-            model.release(request_id)
-            model.prepare_dummy(batch)
-            self._run_draft(model, batch, proposal, 1)
-
-        seconds = self._timer.seconds(draft)
-        model.release(request_id)
-        return max(0.0, seconds - pass_seconds) / num_tokens
 
     def _draft(self, model: DraftSource, num_rows: int) -> float:
         batch, proposal = self._batch(num_rows)

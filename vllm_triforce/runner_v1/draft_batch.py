@@ -35,8 +35,6 @@ class DraftBatch:
     is_greedy: list[bool] = field(default_factory=list)
     """True where level 3 verifies by argmax. Requests with a grammar are drafted greedily although
     level 3 samples."""
-    num_remaining_tokens: list[int] = field(default_factory=list)
-    """Tokens that each request may still emit."""
 
     def __len__(self) -> int:
         return len(self.request_ids)

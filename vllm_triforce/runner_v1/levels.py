@@ -1,6 +1,6 @@
 """Levels 1 and 2 of Runner V1. Rows are ragged, and finished rows drop out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -100,17 +100,6 @@ class Level1:
                 valid = takewhile(lambda token: 0 <= token < self._vocab_size, token_ids[:count])
                 draft.token_ids[i] = [int(token) for token in valid]
         return draft
-
-    def num_uncached_tokens(
-        self, request_id: str, num_tokens: int, classes: Mapping[str, int | None]
-    ) -> int:
-        """Return how many tokens level 1 must read to draft after ``num_tokens`` tokens."""
-        return max(
-            0
-            if classes.get(name, 0) is None
-            else source.num_uncached_tokens(request_id, num_tokens)
-            for name, source in self.sources.items()
-        )
 
     @property
     def num_requests(self) -> int:

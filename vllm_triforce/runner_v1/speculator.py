@@ -71,14 +71,11 @@ class SpeculatorV1:
         return [
             Candidate(
                 request_id,
-                context := batch.num_computed_tokens[row],
+                batch.num_computed_tokens[row],
                 batch.max_num_tokens[row],
-                classes := match_classes(matches, row),
+                match_classes(matches, row),
                 batch.has_seed(row),
                 batch.is_greedy[row],
-                self.level1.num_uncached_tokens(request_id, context + 1, classes),
-                0 if self.level2 is None or self.level2.has_selection(request_id) else context,
-                batch.num_remaining_tokens[row],
             )
             for row, request_id in enumerate(batch.request_ids)
         ]
@@ -91,7 +88,8 @@ class SpeculatorV1:
         observer = ObserverV1(self, self.level2, part)
         levels = LevelsV1(part, self.level1, self.level2, self.noise, self.disabled_requests)
         propose(levels, observer)
-        self._correct_plan(not observer.is_typical, observer.num_catch_up_tokens)
+        if not observer.is_typical:
+            self.controller.forget_plan()
         for row, token_ids, probs in zip(rows, levels.proposal.token_ids, levels.proposal.probs):
             proposal.token_ids[row], proposal.probs[row] = token_ids, probs
 
@@ -140,7 +138,8 @@ class SpeculatorV1:
     def _add_direct_draft(
         self, batch: DraftBatch, proposal: Proposal, rows: list[int], draft: Draft
     ) -> None:
-        self._correct_plan(draft.starts_window, draft.num_catch_up_tokens)
+        if draft.reads_window:
+            self.controller.forget_plan()
         for i, row in enumerate(rows):
             token_ids = draft.token_ids[i]
             probs = None if draft.probs is None else draft.probs[i]
@@ -148,12 +147,6 @@ class SpeculatorV1:
         for i in draft.nan_rows:
             self.level1.clean(batch.request_ids[rows[i]])
             self.disabled_requests.disable(batch.request_ids[rows[i]], "level 1's (the draft's)")
-
-    def _correct_plan(self, is_untypical: bool, num_catch_up_tokens: int) -> None:
-        if is_untypical:
-            self.controller.forget_plan()
-        elif num_catch_up_tokens:
-            self.controller.reads_window(num_catch_up_tokens)
 
     def release(self, request_id: str) -> None:
         self.disabled_requests.discard(request_id)
@@ -181,7 +174,7 @@ class ObserverV1(Observer):
         # A request's first selection reads its whole context, so that this proposal's time
         # predicts no later one's.
         self._is_first = not all(map(level2.has_selection, batch.request_ids))
-        self.is_typical, self.num_catch_up_tokens = not self._is_first, 0
+        self.is_typical = not self._is_first
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -205,13 +198,11 @@ class ObserverV1(Observer):
                     lengths[i],
                     verified.num_accepted[i],
                 )
-            reads_window = draft.starts_window or draft.num_catch_up_tokens
-            if not (self._is_first or reads_window):
+            if not (self._is_first or draft.reads_window):
                 level2_s = self._seconds["level 2"] + self._seconds["verification"]
                 costs.observe_level2(len(rows), max(lengths) + 1, 0, level2_s)
                 if num_drafting := sum(takes_passes(name) for name in sources if name):
                     drafts_s = draft.num_passes * costs.draft(num_drafting)
                     costs.observe_level1(drafts_s, self._seconds["level 1"])
         self._is_first = False
-        self.is_typical = self.is_typical and not draft.starts_window
-        self.num_catch_up_tokens += draft.num_catch_up_tokens
+        self.is_typical = self.is_typical and not draft.reads_window

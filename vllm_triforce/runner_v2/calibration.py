@@ -176,7 +176,6 @@ class CalibrationV2:
             level2_by_batch,
             draft,
             draft_per_row,
-            selection_per_token=self._measure_first_selection(),
             full_by_num_reqs=by_num_reqs,
             full_context=float(full_context),
         )
@@ -236,18 +235,6 @@ class CalibrationV2:
             for num_rounds in (_FEW_ROUNDS, _MORE_ROUNDS)
         )
         return max(0.0, long_s - short_s) / (_MORE_ROUNDS - _FEW_ROUNDS)
-
-    def _measure_first_selection(self) -> float:
-        """Measure a new request's selection, per token of context."""
-        if not self.config.uses_level2:
-            return 0.0
-        long_len = self.max_context
-        short_len = min(self.config.min_retrieval_budget, long_len // 2)
-        short_s, long_s = (
-            self._timer.seconds(self._propose, HIERARCHICAL, 1, length, _FEW_ROUNDS)
-            for length in (short_len, long_len)
-        )
-        return max(0.0, long_s - short_s) / max(1, long_len - short_len)
 
     def _propose(
         self, route: str, num_rows: int, context: int, num_rounds: int, is_greedy: bool = True

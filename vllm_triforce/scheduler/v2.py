@@ -167,7 +167,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
             # This step and the next one each add at least one token beside the proposal. The
             # count of tokens left depends on when outputs arrive. A seeded request must not depend
             # on that, so only the device limits its proposals.
-            max_tokens = min(max_tokens, self._num_left(request) - 2)
+            max_tokens = min(max_tokens, self._limit(request) - request.num_tokens - 2)
         return max_tokens if max_tokens > 0 and self._has_slot(request.request_id) else 0
 
     def _has_slot(self, request_id: str) -> bool:
@@ -189,12 +189,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
             },
             has_seed(request),
             is_greedy(params),
-            num_left=self._num_left(request),
         )
-
-    def _num_left(self, request) -> int:
-        """Count the tokens that a request may still emit, without those in flight."""
-        return self._limit(request) - request.num_tokens
 
     # After a step.
 

@@ -72,13 +72,8 @@ class DraftModel(DraftSource):
         for i in active:
             # Requests outside the batch keep their slots, so all may be taken.
             self.cache.slot(ids[i], evict=lambda: self._evict(batch))
-        # Either makes this draft slower than usual, so ObserverV1 does not report its time.
-        draft.starts_window = any(ids[i] not in self._windows for i in active)
-        num_uncached = [
-            self.num_uncached_tokens(ids[i], len(batch.token_ids[rows[i]])) for i in active
-        ]
-        draft.num_catch_up_tokens = sum(n for n in num_uncached if n > _MAX_FREE_TOKENS)
         feed = [self._advance(batch, proposal, rows[i], max_tokens[i]) for i in active]
+        draft.reads_window = any(len(row.token_ids) > _MAX_FREE_TOKENS for row in feed)
         # One pass per token. Rows drop out when they have their tokens.
         while active:
             logits, outputs = self._forward(feed, [self.cache.slot(ids[i]) for i in active])
@@ -114,10 +109,6 @@ class DraftModel(DraftSource):
         return StreamingWindow(
             config.num_sink_tokens, config.num_recent_tokens, config.window_tokens
         )
-
-    def num_uncached_tokens(self, request_id: str, num_tokens: int) -> int:
-        window = self._windows.get(request_id) or self._new_window()
-        return window.num_uncached_tokens(num_tokens)
 
     @property
     def num_requests(self) -> int:

@@ -31,10 +31,8 @@ class Draft:
     all rows, if the distributions are one-hot (prompt lookup, greedy requests)."""
     nan_rows: list[int] = field(default_factory=list)
     """Rows with a NaN in the draft's logits. They end before it."""
-    starts_window: bool = False
-    """True if the draft read the whole window of a new request."""
-    num_catch_up_tokens: int = 0
-    """Tokens re-read to catch up stale draft windows."""
+    reads_window: bool = False
+    """True if the draft read a window, new or stale, which makes it slower than usual."""
     num_passes: int = 0
     """Passes of the draft model."""
 
@@ -52,8 +50,7 @@ class Draft:
             for row in rows:
                 self.probs[row] = other.probs[row]
         self.nan_rows += other.nan_rows
-        self.starts_window |= other.starts_window
-        self.num_catch_up_tokens += other.num_catch_up_tokens
+        self.reads_window |= other.reads_window
         self.num_passes += other.num_passes
 
 
@@ -127,10 +124,6 @@ class DraftSource(ABC):
             matches: result of ``find_matches()`` for ``rows``.
             sampling, noise: one row for each of ``rows``.
         """
-
-    def num_uncached_tokens(self, request_id: str, num_tokens: int) -> int:
-        """Return how many tokens the source must read to draft after ``num_tokens`` tokens."""
-        return 0
 
     def prepare_dummy(self, batch: DraftBatch) -> None:  # noqa: B027
         """Prepare dummy requests, whose drafts are timed at start-up."""
