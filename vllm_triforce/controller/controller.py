@@ -280,7 +280,7 @@ class Controller:
         for candidate, classes in zip(candidates, rule.classes):
             if not (classes or candidate.has_seed):
                 # Nothing to propose is as good as a rejection.
-                choice = self._chosen[candidate.request_id]
+                choice = self._chosen.get(candidate.request_id, PLAIN)
                 self.acceptance.observe_full_pass(candidate.request_id, choice, 1, 0)
 
     # Outcomes.
