@@ -235,7 +235,6 @@ def test_a_request_that_comes_back_is_not_kept_waiting():
     PlainSteps(
         runner,
         controller,
-        SimpleNamespace(),
         on_new_blocks=len,
         on_finished=list,
     )

@@ -131,11 +131,6 @@ class CalibrationV2:
         self._device = self.batches.device
         self._context = min(self.config.calibration_context, self.max_context)
         self._query_len = self.config.num_speculative_tokens + 1
-        levels = [HIERARCHICAL] if self.config.uses_level2 else []
-        is_multimodal = self.speculator.context.vllm_config.model_config.is_multimodal_model
-        if levels and is_multimodal and MODEL_SOURCE in self.config.sources[:1]:
-            levels.append(LEVEL2_ALONE)  # of requests with images
-        self._routes = [*levels, *self.config.sources]
         # On a CPU kernels are interpreted, a run takes seconds, and one is enough.
         self._is_interpreted = self._device.type == "cpu"
         # Disturbances only slow a run, hence the minimum.
@@ -148,9 +143,13 @@ class CalibrationV2:
 
         One request and two, greedy and with all sampling parameters, by each route.
         """
+        levels = [HIERARCHICAL] if self.config.uses_level2 else []
+        is_multimodal = self.speculator.context.vllm_config.model_config.is_multimodal_model
+        if levels and is_multimodal and MODEL_SOURCE in self.config.sources[:1]:
+            levels.append(LEVEL2_ALONE)  # of requests with images
         for is_greedy in (True, False):
             for num_rows in sorted({1, min(2, self.batches.max_rows)}):
-                for route in self._routes:
+                for route in [*levels, *self.config.sources]:
                     self._propose(route, num_rows, self._context, _MORE_ROUNDS, is_greedy)
 
     def run(self) -> Measurements:
