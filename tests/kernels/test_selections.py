@@ -109,7 +109,7 @@ def test_a_policy_that_wants_few_chunks_selects_none_of_the_tail():
     init_rows(rows, [20 * BLOCK])
     tables = torch.arange(2 * WIDTH, dtype=torch.int32, device=DEVICE).view(2, WIDTH).flip(1)
     sparse = torch.full((1, 2 * NUM_KV_HEADS, 12), -1, dtype=torch.int32, device=DEVICE)
-    parts = rows, tables.contiguous(), sparse, NUM_KV_HEADS, 3, (NUM_KV_HEADS, 1), 6
+    parts = rows, tables.contiguous(), sparse, 4, 3, (NUM_KV_HEADS, 1), 6
     PolicySelection(OfAGroup(), {}, *parts).select(0, torch.zeros(6, 4, HEAD_DIM, device=DEVICE))
     candidates = tables[0, 1:18].tolist()
     for head in range(NUM_KV_HEADS):

@@ -75,9 +75,11 @@ def test_memory_is_left_for_buffers_and_summaries():
     # Graphs of 16 rows keep four copies of 48 tokens' logits in float32, 6.144 MB each.
     in_graphs = room(100 * GIB, eager=True) - left
     assert in_graphs == pytest.approx(4 * 6_144_000 / (1 + share), rel=1e-6)
-    # Without kernels a row's summaries are gathered: of 131,072 tokens 1 / 8 GiB.
+    # Without kernels a row's summaries are gathered, of 131,072 tokens 1 / 8 GiB, and 8,192 chunks
+    # have three numbers for each of 32 heads.
     short, long = (room(100 * GIB, selection="quest", length=n) for n in (131_072, 1 << 20))
-    assert short - long == pytest.approx(7 / 8 * GIB / (1 + 2 * share), rel=1e-6)
+    row = GIB / 8 + 4 * 8192 * 3 * 32
+    assert short - long == pytest.approx(7 * row / (1 + 2 * share), rel=1e-6)
     with pytest.raises(ValueError, match="max_speculating_seqs=64"):
         room(GIB // 100)
 

@@ -20,7 +20,6 @@ from tests.parity.cases import DRAFT, EIGHT, SMALL
 from tests.parity.checks import LEAST_P_VALUE, p_values
 from tests.parity.disturbing import replaced
 from tests.v2.engine import speculator_of, uninformed_scheduler
-from vllm_triforce.cache.summaries import MAX_SCORE_BYTES
 
 NUM_TOKENS = 12
 
@@ -88,12 +87,10 @@ def test_what_is_kept_is_what_is_reserved(llm):
     draft_layers = speculator.draft_layers.values()
     kv_bytes = sum(layer.kv_cache.nbytes for layer in speculator.target_layers.values())
     summaries = sum(summaries.num_bytes for summaries in selections.summaries.values())
-    in_pass = selections.in_pass
-    votes = in_pass.num_bytes if hasattr(in_pass, "num_bytes") else MAX_SCORE_BYTES
     kept = {
         "proposals' distributions": parts.speculator.draft_logits.logits.nbytes,
         "selections": selections.tables.nbytes,
-        "votes": votes,
+        "votes": selections.in_pass.num_bytes,
         "the draft's windows": sum(layer.kv_cache.nbytes for layer in draft_layers),
         "the draft's distributions": draft._logits.nbytes,
         "the head's states": 0 if parts.hidden_states is None else parts.hidden_states.ring.nbytes,

@@ -86,8 +86,9 @@ class RetrievalCache:
         """Return the request's selection, made anew where a block filled or was replaced."""
         num_full = num_computed_tokens // self.block_size
         selection = self._selections.get(request_id)
-        full_blocks = block_ids[:num_full].copy()
+        full_blocks = block_ids[:num_full]
         if selection is None or not np.array_equal(selection.full_blocks, full_blocks):
+            full_blocks = full_blocks.copy()
             if self.policy.summaries:
                 self._summarise(full_blocks)
             selection = self._selections[request_id] = self._select(full_blocks)

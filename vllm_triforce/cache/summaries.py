@@ -112,26 +112,24 @@ class QuantizedSummaries:
         self.scales[layer].index_copy_(1, blocks, scales)
 
 
-MAX_SCORE_BYTES = 128 << 20
-"""Bytes of summaries that a policy without kernels gathers at a time on Runner V2, but for a row
-that has more."""
+_MAX_SCORE_BYTES = 128 << 20
 
 
-def rows_scored_together(num_kinds: int, max_chunks: int, num_kv_heads: int, head_dim: int) -> int:
-    """Return how many rows a policy without kernels scores at a time on Runner V2."""
-    row_bytes = _score_bytes_per_row(max(1, num_kinds), max_chunks, num_kv_heads, head_dim)
-    return max(1, MAX_SCORE_BYTES // row_bytes)
+def rows_scored_together(
+    max_rows: int, max_chunks: int, num_heads: int, num_kv_heads: int, summary_numbers: int
+) -> tuple[int, int]:
+    """Divide the rows of a pass where a policy without kernels selects on Runner V2.
 
+    Args:
+        summary_numbers: numbers of a chunk's summaries of one KV head, of all kinds together.
 
-def score_bytes(num_kinds: int, max_chunks: int, num_kv_heads: int, head_dim: int) -> int:
-    """Return the bytes that a policy without kernels takes for these rows."""
-    row_bytes = _score_bytes_per_row(num_kinds, max_chunks, num_kv_heads, head_dim)
-    return max(MAX_SCORE_BYTES, row_bytes)
-
-
-def _score_bytes_per_row(num_kinds: int, max_chunks: int, num_kv_heads: int, head_dim: int) -> int:
-    # A row's summaries are gathered, with a temporary copy.
-    return 4 * 2 * num_kinds * max_chunks * num_kv_heads * head_dim
+    Returns:
+        Rows that are scored at a time, at least one, and the bytes that this takes: gathered
+        summaries with a temporary copy, scores, masked scores and votes.
+    """
+    row_bytes = 4 * max_chunks * (2 * summary_numbers * num_kv_heads + 3 * num_heads)
+    num_rows = max(1, min(max_rows, _MAX_SCORE_BYTES // row_bytes))
+    return num_rows, num_rows * row_bytes
 
 
 TILE = 64

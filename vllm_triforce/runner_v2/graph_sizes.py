@@ -50,8 +50,8 @@ def num_graphs(
     """
     rounds = len(round_sizes(max_rows, capture_limit))
     passes = len(pass_sizes(max_rows, capture_limit))
-    # There are rounds with and without selection. The graphs of logits are not
-    # counted: they have a few dozen kernels, where a pass has hundreds.
+    # There are rounds with and without selection. The graphs of logits are not counted: they have a
+    # few dozen kernels, where a pass has hundreds.
     level2 = {"level 2 rounds": 2 * rounds, "level 2 passes": passes}
     if num_lora_cases:
         level2 = {"level 2 passes": num_lora_cases * (rounds + passes)}

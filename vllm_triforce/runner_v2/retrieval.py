@@ -156,8 +156,8 @@ class RetrievalLevelV2:
         self._has_adapters = adapters is not None
         # A round is two graphs: the pass, with or without the launches that select, and its logits,
         # by the kind of sampling.
-        self._in_pass = selections.in_pass
-        if pool is not None and selections.in_pass is not None:
+        self._in_pass: LayerSelection = selections.in_pass
+        if pool is not None:
             from vllm_triforce.kernels.offload import PooledSelection
 
             self._in_pass = PooledSelection(selections.in_pass, pool, rows.gamma + 1)

@@ -8,7 +8,7 @@ passes (``cache/pass_selection.py``).
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_triforce.attention.base import LayerSelection, RetrievalAttention
+from vllm_triforce.attention.base import RetrievalAttention
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.cache.summaries import QuantizedSummaries, rows_scored_together
 from vllm_triforce.config import ResolvedConfig
@@ -21,15 +21,13 @@ from vllm_triforce.selection import POLICIES, SelectionPolicy, Summary
 
 
 class PolicySelection:
-    """Selects by a policy's ``score()``, for policies without kernels.
+    """Selects each layer's chunks by a policy's ``score()``, for policies without kernels.
 
-    Of a fixed shape, so that a CUDA graph can hold its operations: it scores as many chunks as the
-    longest context has.
+    It scores as many chunks as the longest context has, so that shapes are fixed and a CUDA graph
+    can hold its operations. Arguments but these are those of ``PassSelectionV2``.
 
     Args:
         summaries: of all layers, by kind.
-        block_tables, sparse_tables, num_heads, query_len, head_strides: those of
-            ``PassSelectionV2``.
         max_selected: selected blocks of a row and KV head at most, the first one included.
     """
 
@@ -40,17 +38,23 @@ class PolicySelection:
         rows: Rows,
         block_tables: torch.Tensor,
         sparse_tables: torch.Tensor,
-        num_kv_heads: int,
+        num_heads: int,
         query_len: int,
         head_strides: tuple[int, int],
         max_selected: int,
     ) -> None:
+        num_kv_heads, max_chunks = sparse_tables.shape[1] // rows.max_rows, block_tables.shape[1]
+        numbers = sum(kept.values.shape[-1] for kept in summaries.values())
+        self._rows_together, self.num_bytes = rows_scored_together(
+            rows.max_rows, max_chunks, num_heads, num_kv_heads, numbers
+        )
+        """``num_bytes`` are temporary, but graphs keep them."""
         self._policy, self._summaries, self._rows = policy, summaries, rows
         self._block_tables = block_tables
         self._tables = sparse_tables.unflatten(1, (rows.max_rows, num_kv_heads))
         self._num_kv_heads, self._query_len = num_kv_heads, query_len
         self._per_block, per_head = head_strides
-        device, max_chunks = block_tables.device, block_tables.shape[1]
+        device = block_tables.device
         self._head_offsets = torch.arange(num_kv_heads, device=device)[:, None] * per_head
         self._chunks = torch.arange(max_chunks, device=device)
         self._places = torch.arange(min(max_selected, max_chunks) - 1, device=device)
@@ -62,10 +66,8 @@ class PolicySelection:
     ) -> None:
         """Write the selected blocks of a layer into its block tables."""
         newest = query.unflatten(0, (-1, self._query_len))[:, 0].float()
-        num_kinds, num_chunks = len(self._summaries), len(self._chunks)
-        step = rows_scored_together(num_kinds, num_chunks, self._num_kv_heads, query.shape[2])
-        for start in range(0, len(newest), step):
-            part = slice(start, min(start + step, len(newest)))
+        for start in range(0, len(newest), self._rows_together):
+            part = slice(start, min(start + self._rows_together, len(newest)))
             self._select_rows(layer, newest[part], part)
 
     def _select_rows(self, layer: int, query: torch.Tensor, part: slice) -> None:
@@ -128,17 +130,16 @@ class SelectionsV2:
         tables_shape = (num_layers, rows.max_rows * heads, self.width)
         self.tables = torch.zeros(tables_shape, dtype=torch.int32, device=device)
         """[num_layers, max_rows * num_kv_heads, width], one-head blocks that each row reads."""
-        self.in_pass: LayerSelection | None = None
-        """Selects inside level 2's passes; None where level 2 takes no part."""
-        parts = rows, block_tables, self.tables
-        shapes = config.gamma + 1, attention.head_strides()
-        if config.uses_level2 and config.has_selection_kernels:
-            means = self.summaries[Summary.MEAN]
-            self.in_pass = PassSelectionV2(means, *parts, first.num_heads, *shapes)
-        elif config.uses_level2:
+        parts = rows, block_tables, self.tables, first.num_heads, config.gamma + 1
+        strides = attention.head_strides()
+        self.in_pass: PassSelectionV2 | PolicySelection
+        """Selects inside level 2's passes."""
+        if config.has_selection_kernels:
+            self.in_pass = PassSelectionV2(self.summaries[Summary.MEAN], *parts, strides)
+        else:
             max_selected = config.max_selected_blocks
             self.in_pass = PolicySelection(
-                self.policy, self.summaries, *parts, heads, *shapes, max_selected
+                self.policy, self.summaries, *parts, strides, max_selected
             )
 
     def begin(

@@ -2,7 +2,7 @@
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_triforce.cache.summaries import SCALE_BYTES, num_vote_numbers, score_bytes
+from vllm_triforce.cache.summaries import SCALE_BYTES, num_vote_numbers, rows_scored_together
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.runner_v2.graph_sizes import MAX_ROWS
 from vllm_triforce.selection import POLICIES
@@ -54,8 +54,9 @@ def _selection_bytes(layers: dict, config: ResolvedConfig, vllm_config) -> dict[
     if config.has_selection_kernels:
         pass_bytes = 4 * seqs * num_vote_numbers(max_blocks, num_heads, num_kv_heads)
     else:  # in graphs
-        num_kinds = len(POLICIES[config.policy].summaries)
-        pass_bytes = score_bytes(num_kinds, max_blocks, num_kv_heads, first.head_size)
+        numbers = len(POLICIES[config.policy].summaries) * first.head_size
+        sizes = seqs, max_blocks, num_heads, num_kv_heads, numbers
+        _, pass_bytes = rows_scored_together(*sizes)
     return {
         "selections": 4 * seqs * num_layers * num_kv_heads * config.table_width,
         "votes": pass_bytes,
