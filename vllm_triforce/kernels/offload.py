@@ -189,7 +189,7 @@ class RetrievalPool:
 
 
 class PooledSelection:
-    """Selection in passes over the pool: a host layer's selected blocks are copied there.
+    """Selects inside level 2's passes, and copies a host layer's selected blocks to the pool.
 
     Args:
         selection: selects the blocks of any layer.

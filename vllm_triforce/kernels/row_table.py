@@ -80,7 +80,7 @@ class OutcomeColumn(IntEnum):
 
 
 class Owner(IntEnum):
-    """Whose level 2's part of a row's slot was before this proposal."""
+    """Owner of level 2's state in a row's slot before this proposal."""
 
     UNUSED = 0  # level 2 takes no part
     SAME_OWNER = 1
