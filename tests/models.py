@@ -182,6 +182,24 @@ def make_mimo(folder: Path, **llama) -> str:
     return str(folder)
 
 
+def add_mtp_layer(folder: str) -> None:
+    """Add a random MTP layer to a saved Qwen3.5, whose attention is that of its layer 1."""
+    path = Path(folder) / "model.safetensors"
+    weights = load_file(path)
+    stem = "model.layers.1."
+    layer = {name.removeprefix(stem): w for name, w in weights.items() if name.startswith(stem)}
+    weights |= {f"mtp.layers.0.{name}": weight.clone() for name, weight in layer.items()}
+    norm = weights["model.norm.weight"]
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        weights[f"mtp.{name}.weight"] = torch.zeros_like(norm)  # its norms scale by 1 + weight
+    generator = torch.Generator().manual_seed(1)
+    mixed = torch.randn(len(norm), 2 * len(norm), generator=generator)
+    weights["mtp.fc.weight"] = mixed * (2 * len(norm)) ** -0.5
+    save_file(weights, path, metadata={"format": "pt"})
+    config = json.loads((Path(folder) / "config.json").read_text())
+    (Path(folder) / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+
+
 def held_out_tokens(num_tokens: int) -> list[int]:
     """Return the embedded pair's token ids of real text that it has not seen."""
     from transformers import AutoTokenizer
@@ -325,6 +343,15 @@ _DEEPSEEK = dict(
 _LAGUNA = dict(num_attention_heads_per_layer=[8, 4, 8, 4], mlp_layer_types=["dense"] * 4)
 # With softmax in the place of sigmoid, whose router vLLM's CPU build lacks.
 _MINIMAX = dict(rotary_dim=16, scoring_func="softmax", use_routing_bias=True)
+# A recurrent state takes a KV block, which is then larger than a chunk.
+_GATED_DELTA_NETS = dict(
+    num_key_value_heads=1,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+)
 _SHARED_KV = dict(num_hidden_layers=6, layer_types=_WINDOWS["layer_types"][:2] * 3)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "apertus": ("apertus", {}),
@@ -362,6 +389,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "phi3": ("phi3", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "qwen3.5": ("qwen3_5_text", _GATED_DELTA_NETS),
     "qwen3-moe": ("qwen3_moe", {**_EXPERTS, "num_experts": 4, "initializer_range": 0.2}),
     "seed-oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {}),

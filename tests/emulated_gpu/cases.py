@@ -29,6 +29,7 @@ class Case:
         is_single: True if one request at a time is speculated on (``max_speculating_seqs=1``).
         windows: whether every other layer of the target has a sliding window, and all have sinks.
         copies: whether level 2 is a copy of the target, in bfloat16 of float32.
+        recurrent: whether every other layer of the target is a gated delta net.
     """
 
     backend: str
@@ -40,13 +41,15 @@ class Case:
     is_single: bool = False
     windows: bool = False
     copies: bool = False
+    recurrent: bool = False
 
     @property
     def name(self) -> str:
         stock = "" if self.plan else "stock"
         parts = [self.backend, self.source or stock, self.selection, self.plan]
         parts += ["offload" * self.offload, "single" * self.is_single]
-        parts += ["windows" * self.windows, "copies" * self.copies, "graphs" * self.graphs]
+        parts += ["windows" * self.windows, "copies" * self.copies]
+        parts += ["recurrent" * self.recurrent, "graphs" * self.graphs]
         return "-".join(part for part in parts if part)
 
     @property
@@ -58,12 +61,14 @@ class Case:
         """Kind of the target (``requests.py``)."""
         if self.backend == MLA:
             return "deepseek-v2"
+        if self.recurrent:
+            return "qwen3.5"
         return "granite-windows" if self.windows else "llama"
 
     @property
     def reference(self) -> "Case":
         """Whose greedy tokens are to be found."""
-        return Case(self.backend, windows=self.windows)
+        return Case(self.backend, windows=self.windows, recurrent=self.recurrent)
 
     @property
     def eager(self) -> "Case":
@@ -72,8 +77,14 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """That a request asks for at most. Triton's attention takes its time in the interpreter."""
-        return 8 if self.backend == "TRITON_ATTN" else 14
+        """That a request asks for at most. Triton's kernels of attention and of gated delta nets take
+        their time in the interpreter."""
+        return 8 if self.backend == "TRITON_ATTN" or self.recurrent else 14
+
+    @property
+    def reads_all(self) -> bool:
+        """True if level 2 reads the whole context, so that its tokens are the full pass's."""
+        return self.recurrent and self.source == "prompt_lookup"
 
     @property
     def has_draft(self) -> bool:
@@ -87,7 +98,7 @@ class Case:
 
     @property
     def limit_s(self) -> int:
-        return 400 if self.backend == "FLASH_ATTN" else 900
+        return 400 if self.backend == "FLASH_ATTN" and not self.recurrent else 900
 
 
 def every_case() -> list[Case]:
@@ -96,6 +107,9 @@ def every_case() -> list[Case]:
     others = [
         Case("FLASH_ATTN", plan="plain", offload=True),
         Case("TRITON_ATTN", "draft_model", "retrieval", "fixed", copies=True),
+        Case("FLASH_ATTN", recurrent=True),
+        Case("FLASH_ATTN", "prompt_lookup", "retrieval", "fixed", recurrent=True),
+        Case("FLASH_ATTN", "head", "retrieval", "dice", recurrent=True),
         Case(MLA),
         Case(MLA, "prompt_lookup", plan="fixed"),
     ]
@@ -137,6 +151,7 @@ def default_cases() -> list[Case]:
         if not case.windows or case.name.startswith(_ONCE["windows"])
         if not case.source
         or case.backend == MLA
+        or case.recurrent
         or (case.source, case.selection, case.plan)
         in (_PAIRS if case.backend == "FLASH_ATTN" else _FEW)
         or not {case.source, case.selection} <= named

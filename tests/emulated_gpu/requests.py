@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tests.models import make_architecture, make_head, make_llama
+from tests.models import add_mtp_layer, make_architecture, make_head, make_llama
 
 VOCAB_SIZE = 512  # the grid of a sampler grows with it
 MIN_CONTEXT = 32
@@ -76,13 +76,17 @@ def make_models(folder: Path, kind: str) -> Models:
     """A random target, the target disturbed a little as its draft, and a random EAGLE-3 head.
 
     Args:
-        kind: of the target: "llama", or one of ``ARCHITECTURES``, which gets no head.
+        kind: of the target: "llama", or one of ``ARCHITECTURES``. "qwen3.5" has an MTP layer and no
+            draft model, others no head.
     """
     from transformers import AutoModelForCausalLM
 
     if kind != "llama":
         changes = dict(vocab_size=VOCAB_SIZE, max_position_embeddings=1024, query_scale=2)
         target = make_architecture(folder / "target", kind, **changes)
+        if kind == "qwen3.5":
+            add_mtp_layer(target)
+            return Models(target, "", target)
     else:
         shape = dict(vocab_size=VOCAB_SIZE, hidden_size=128, num_heads=4, num_kv_heads=2)
         target = make_llama(

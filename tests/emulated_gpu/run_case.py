@@ -71,6 +71,8 @@ def make_engine(case: Case, target: str, draft: str, head: str):
             triforce |= {"min_context": 0}
     if case.copies:
         triforce |= {"level2_model": "bfloat16"}
+    if case.reads_all:
+        triforce |= {"retrieval_budget": ENGINE["max_model_len"]}
     if case.is_single:
         triforce |= {"max_speculating_seqs": 1}
     llm = LLM(
@@ -80,6 +82,8 @@ def make_engine(case: Case, target: str, draft: str, head: str):
         speculative_config=triforce,
         enforce_eager=not case.graphs,
         **({"compilation_config": GRAPHS} if case.graphs else {}),
+        # FlashInfer's kernels for prompts are not part of the emulation.
+        **({"gdn_prefill_backend": "triton"} if case.recurrent else {}),
         # Without a profile of the memory, which others beside it would disturb.
         **({} if IS_EMULATED else {"kv_cache_memory_bytes": 256 << 20}),
         **ENGINE,

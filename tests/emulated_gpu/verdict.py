@@ -14,6 +14,8 @@ KINDS = tuple(sampling.kind for sampling in CAPTURED_SAMPLING)
 # logits, either may be taken.
 TIE = {"bfloat16": 0.06, "float32": 1e-3}
 # Kernel launches of a layer in level 2's graphs, and of a step's proposals outside graphs.
+# Proposals that the full pass rejects at ties, where level 2 reads all of the context.
+MAX_REJECTIONS = 3
 MAX_LAUNCHES = {"layer": 13, "layer that selects": 14, "step": 29}
 
 
@@ -121,9 +123,11 @@ def _counter_faults(case: Case, counters: dict[str, int]) -> Iterator[str]:
     wanted = {"num_level2_drafted", "num_direct_proposals"}
     if case.selection:  # by itself, prompt lookup may be wrong each time
         wanted = {"num_level2_passes", "num_level2_drafted", "num_level2_accepted"}
-        wanted.add("num_level3_rejections")
+        wanted |= set() if case.reads_all else {"num_level3_rejections"}
     if case.plan == "dice" and case.has_draft:
         wanted.add("num_direct_proposals")
+    if case.reads_all and counters["num_level3_rejections"] > MAX_REJECTIONS:
+        yield f"{counters['num_level3_rejections']} rejections, where level 2 reads all"
     yield from (f"{name} is 0" for name in sorted(wanted) if counters[name] == 0)
     for name in ("num_nan_requests", "num_boundary_faults"):
         if counters[name]:

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from vllm_triforce.cache.one_head_blocks import ChunkIds
+
 
 def attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim], the newest tokens of each request
@@ -61,12 +63,15 @@ def sparse_table(
     num_blocks: int,
     width: int,
     head: int,
-    strides: tuple[int, int],
+    ids: ChunkIds,
 ) -> list[int]:
     """List the blocks of one head: the selected ones, the tail, then the null block."""
     blocks = [*selected, *table[tail_start:num_blocks]]
     blocks = [*blocks, *[0] * width][:width]
-    return [block * strides[0] + head * strides[1] for block in blocks]
+    return [
+        block // ids.split * ids.per_block + block % ids.split * ids.per_part + head * ids.per_head
+        for block in blocks
+    ]
 
 
 def probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import some_rows
+from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.summaries import QuantizedSummaries, num_vote_numbers
 from vllm_triforce.kernels import pass_selection
 from vllm_triforce.kernels.pass_selection import PassSelectionV2
@@ -15,7 +16,7 @@ LAYERS, BLOCKS, WIDTH = 2, 300, 9
 # whose proposal has tokens: not due, due, not due, due.
 TAILS, NUM_SELECTED = [150, 6, 5, 0, 150, 150, 150, 150], [5, 5, 5, 0, 5, 5, 5, 5]
 LENGTHS, NUM_EMITTED = [0, 0, 0, 0, 3, 5, 5, 4], [0, 0, 0, 0, 3, 2, 1, 1]
-STRIDES = (8, 1)
+IDS = [ChunkIds(8, 1), ChunkIds(32, 12, 2, split=6)]
 
 
 def votes_of(queries: torch.Tensor, means: torch.Tensor) -> torch.Tensor:  # [num_chunks]
@@ -24,6 +25,7 @@ def votes_of(queries: torch.Tensor, means: torch.Tensor) -> torch.Tensor:  # [nu
     return scores.softmax(-1).sum(0)
 
 
+@pytest.mark.parametrize("ids", IDS, ids=["blocks", "parts of blocks"])
 @pytest.mark.parametrize(
     ("query_len", "group", "dim", "dtype", "votes"),
     [
@@ -34,7 +36,7 @@ def votes_of(queries: torch.Tensor, means: torch.Tensor) -> torch.Tensor:  # [nu
     ],
 )
 def test_each_layer_writes_the_blocks_with_the_most_votes(
-    query_len, group, dim, dtype, votes, monkeypatch
+    query_len, group, dim, dtype, votes, ids, monkeypatch
 ):
     monkeypatch.setattr(pass_selection, "_VOTES", votes)
     monkeypatch.setattr(pass_selection, "_SCORES", 4 * votes)
@@ -61,11 +63,10 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(
     sparse_tables = torch.full(shape, -1, dtype=torch.int32, device=DEVICE)
     block_tables = tables.to(torch.int32).to(DEVICE)
     selection = PassSelectionV2(
-        means, rows, block_tables, sparse_tables, kv_heads * group, query_len, STRIDES
+        means, rows, block_tables, sparse_tables, kv_heads * group, query_len, ids
     )
     numbers = num_vote_numbers(block_tables.shape[1], kv_heads * group, kv_heads)
     assert selection.num_bytes == 4 * rows.max_rows * numbers
-    per_block, per_head = STRIDES
     for _ in range(2):  # buffers are used again
         for layer in range(LAYERS):
             # As in vLLM, keys and values lie behind each token's queries.
@@ -85,11 +86,8 @@ def test_each_layer_writes_the_blocks_with_the_most_votes(
                     queries = by_row[row, 0, head]
                     keys = means.dequantize(layer, candidates.to(DEVICE))[head].cpu()
                     votes = votes_of(queries, keys)
-                    written = own[1:num_selected] - head * per_head
-                    blocks = written // per_block
-                    assert torch.equal(blocks * per_block, written)
-                    index = {int(block): i for i, block in enumerate(candidates)}
-                    chosen = [index[int(block)] for block in blocks]
+                    named = ids.of(candidates, torch.tensor(head)).tolist()
+                    chosen = [named.index(block) for block in own[1:num_selected].tolist()]
                     assert len(set(chosen)) == num_selected - 1
                     left_out = votes.clone()
                     left_out[chosen] = -1
@@ -104,7 +102,7 @@ def test_equal_votes_and_nan_select_as_many_blocks_as_there_is_room_for():
     rows = some_rows(2, gamma=1, tail=[100, 100], num_selected=[5, 5], room=[6, 6])
     tables = torch.arange(BLOCKS, dtype=torch.int32, device=DEVICE).expand(3, -1).contiguous()
     sparse = torch.full((1, 3, WIDTH), -1, dtype=torch.int32, device=DEVICE)
-    selection = PassSelectionV2(means, rows, tables, sparse, 2, 1, (1, 0))
+    selection = PassSelectionV2(means, rows, tables, sparse, 2, 1, ChunkIds(1, 0))
     query = torch.ones(2, 2, dim, device=DEVICE)
     query[1] = torch.nan
     selection.select(0, query)

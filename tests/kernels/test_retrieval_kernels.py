@@ -6,6 +6,7 @@ import torch
 from tests.kernels import oracles
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import some_rows
+from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.kernels.retrieval import (
     KeyPointers,
@@ -48,7 +49,7 @@ def test_chunk_summaries(layout, block_size, dim, heads, dtype):
         summaries = QuantizedSummaries.allocate((2, heads, 13, dim), DEVICE)
         summaries.values.fill_(7), summaries.scales.fill_(1)
         update_chunk_summaries(
-            KeyPointers(keys, scales),
+            KeyPointers(keys, scales, keys[0].shape[1]),
             kind,
             summaries,
             tables.to(DEVICE),
@@ -74,8 +75,10 @@ def test_chunk_summaries(layout, block_size, dim, heads, dtype):
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8])
-@pytest.mark.parametrize("strides", [(8, 1), (16 * 8, 2)])
-def test_sparse_tables(heads, strides):
+@pytest.mark.parametrize(
+    "ids", [ChunkIds(8, 1), ChunkIds(16 * 8, 2), ChunkIds(40, 5, 1, split=5)], ids=str
+)
+def test_sparse_tables(heads, ids):
     torch.manual_seed(2)
     num_layers, width = 2, 9
     tables = torch.randint(1, 100, (3, 20), dtype=torch.int32)
@@ -83,13 +86,13 @@ def test_sparse_tables(heads, strides):
     out = torch.full((num_layers, 4 * heads, width), -1, dtype=torch.int32, device=DEVICE)
 
     rows = some_rows(3, gamma=2, num_selected=num_selected, tail=tails, num_blocks=num_blocks)
-    build_sparse_tables(out, rows, tables.to(DEVICE), strides)
+    build_sparse_tables(out, rows, tables.to(DEVICE), ids)
     for layer in range(num_layers):
         for row in range(3):
             for head in range(heads):
                 own = tables[row, : num_selected[row]].tolist()
                 expected = oracles.sparse_table(
-                    own, tables[row].tolist(), tails[row], num_blocks[row], width, head, strides
+                    own, tables[row].tolist(), tails[row], num_blocks[row], width, head, ids
                 )
                 assert out[layer, row * heads + head].tolist() == expected
     assert (out[:, 3 * heads :] == -1).all(), "rows that are not there"

@@ -9,6 +9,7 @@ import torch
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import VOCAB_SIZE, init_rows
+from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.row_table import Owner
@@ -33,8 +34,8 @@ class Attention:
             assert end - start <= max_blocks, "blocks beyond the bound are left out"
             self.summarised.append((table[start:end], max_blocks))
 
-    def head_strides(self) -> tuple[int, int]:
-        return NUM_KV_HEADS, 1
+    def chunk_ids(self) -> ChunkIds:
+        return ChunkIds(NUM_KV_HEADS, 1)
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_policy_that_wants_few_chunks_selects_none_of_the_tail():
     init_rows(rows, [20 * BLOCK])
     tables = torch.arange(2 * WIDTH, dtype=torch.int32, device=DEVICE).view(2, WIDTH).flip(1)
     sparse = torch.full((1, 2 * NUM_KV_HEADS, 12), -1, dtype=torch.int32, device=DEVICE)
-    parts = rows, tables.contiguous(), sparse, 4, 3, (NUM_KV_HEADS, 1), 6
+    parts = rows, tables.contiguous(), sparse, 4, 3, ChunkIds(NUM_KV_HEADS, 1), 6
     PolicySelection(OfAGroup(), {}, *parts).select(0, torch.zeros(6, 4, HEAD_DIM, device=DEVICE))
     candidates = tables[0, 1:18].tolist()
     for head in range(NUM_KV_HEADS):

@@ -25,6 +25,7 @@ from vllm_triforce.attention.gpu.paged_kernels import (
 from vllm_triforce.attention.gpu.retrieval import GPURetrievalAttention
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
 from vllm_triforce.cache.summaries import QuantizedSummaries
+from vllm_triforce.config.budget import chunk_size
 from vllm_triforce.selection import Summary
 
 ON_GPU = DEVICE.type == "cuda"
@@ -43,14 +44,16 @@ class Case:
     def __init__(self, layout, group, kv_heads, dim, block_size, query_len) -> None:
         torch.manual_seed(group * dim + block_size)
         self.query_len, self.block_size = query_len, block_size
-        num_blocks, width = 40, -(-max(SEQ_LENS) // block_size)
+        num_blocks, chunk = 40, chunk_size(block_size)
+        self.chunk, width = chunk, -(-max(SEQ_LENS) // chunk)
         shape = (num_blocks, kv_heads, block_size, 2 * dim)
         if layout == "token-major":
             shape = (num_blocks, block_size, kv_heads, 2 * dim)
         cache = torch.randn(shape).to(DTYPE).to(DEVICE)
         self.cache = cache.transpose(1, 2) if layout == "token-major" else cache
+        num_chunks = num_blocks * (block_size // chunk)
         self.tables = torch.stack(
-            [torch.randperm(num_blocks)[:width] for _ in range(3 * kv_heads)]
+            [torch.randperm(num_chunks)[:width] for _ in range(3 * kv_heads)]
         ).view(3, kv_heads, width)
         # As in vLLM, keys and values lie behind each token's queries.
         projected = torch.randn(3 * query_len, kv_heads * (group + 2), dim).to(DTYPE).to(DEVICE)
@@ -74,15 +77,14 @@ class Case:
         impl.__dict__.update(vars(self.impl), offload=None)
         heads, cache = impl.num_kv_heads, self.cache if cache is None else cache
         keys, values = cache.transpose(1, 2).split(impl.head_size, dim=-1)
-        blocks = OneHeadBlocks.of(keys, values)
-        names = self.tables * blocks.per_block
-        names = names + (torch.arange(heads) * blocks.per_head)[:, None]
+        blocks = OneHeadBlocks.of(keys, values, self.chunk)
+        names = blocks.ids.of(self.tables, torch.arange(heads)[:, None])
         sequences = SparseSequences(
             UniformStarts()(3 * heads, self.query_len, DEVICE),
             torch.tensor(SEQ_LENS, dtype=torch.int32).repeat_interleave(heads).to(DEVICE),
             names.flatten(0, 1).to(torch.int32).to(DEVICE),
             self.query_len,
-            names.shape[2] * self.block_size,
+            names.shape[2] * self.chunk,
         )
         output = torch.zeros_like(self.query)
         impl.forward(self.layer, self.query, None, None, cache, sequences, output)
@@ -101,9 +103,8 @@ class Case:
     def level2_of(self, layer: SimpleNamespace) -> tuple[GPURetrievalAttention, tuple]:
         """Attach level 2 to a layer; return it and what its attention takes before the output."""
         level2 = GPURetrievalAttention([layer], None)
-        per_block, per_head = level2.head_strides()
         heads = self.impl.num_kv_heads
-        tables = self.tables * per_block + (torch.arange(heads) * per_head)[:, None]
+        tables = level2.chunk_ids().of(self.tables, torch.arange(heads)[:, None])
         tables = tables.flatten(0, 1)[None].to(torch.int32).to(DEVICE)
         lens = torch.tensor(SEQ_LENS, dtype=torch.int32, device=DEVICE).repeat_interleave(heads)
         (metadata,) = level2.uniform(3, self.query_len, lens, tables)
@@ -111,7 +112,8 @@ class Case:
 
     def gathered(self, request: int, head: int):
         """Return the keys and values that a KV head of a request reads, [num_tokens, head_dim]."""
-        own = self.cache[self.tables[request, head].to(DEVICE), head].flatten(0, 1)
+        chunks = self.cache.unflatten(2, (-1, self.chunk))[:, head].flatten(0, 1)
+        own = chunks[self.tables[request, head].to(DEVICE)].flatten(0, 1)
         return own[: SEQ_LENS[request]].split(self.impl.head_size, dim=-1)
 
     def expected(self) -> torch.Tensor:
@@ -130,6 +132,7 @@ class Case:
         (4, 2, 64, 16, 3),
         (8, 1, 128, 16, 2),
         (4, 2, 64, 32, 2),
+        (4, 2, 64, 160, 2),  # more tokens than a chunk
     ],
 )
 def test_sparse_attention(kernel, layout, group, kv_heads, dim, block_size, query_len):
@@ -162,10 +165,11 @@ def test_sinks_get_their_share_after_the_attention():
     torch.testing.assert_close(output, expected)
 
 
+@pytest.mark.parametrize("block_size", [16, 160])
 @pytest.mark.parametrize("layout", ["head-major", "token-major"])
-def test_level_2_of_the_gpu(layout):
+def test_level_2_of_the_gpu(layout, block_size):
     """Attach the backend's classes to a layer, and call them as Runner V2 does."""
-    case = Case(layout, 4, 2, 64, 16, 3)
+    case = Case(layout, 4, 2, 64, block_size, 3)
     layer = case.vllm_layer()
     assert GPURetrievalAttention.can_retrieve(layer)
     level2, given = case.level2_of(layer)
@@ -173,11 +177,13 @@ def test_level_2_of_the_gpu(layout):
     layer.impl.forward(*given, output)
     torch.testing.assert_close(output, case.expected(), **TOLERANCE)
 
-    found = {Summary.MEAN: QuantizedSummaries.allocate((1, 2, 40, 64), DEVICE)}
-    blocks = torch.arange(40, dtype=torch.int32, device=DEVICE)[None]
-    ends = torch.tensor([[0], [40]], dtype=torch.int32, device=DEVICE)
-    level2.update_summaries(found, blocks, *ends, 40)
-    means = case.cache[..., :64].float().mean(2).transpose(0, 1)
+    count = 40 * block_size // case.chunk
+    found = {Summary.MEAN: QuantizedSummaries.allocate((1, 2, count, 64), DEVICE)}
+    blocks = torch.arange(count, dtype=torch.int32, device=DEVICE)[None]
+    ends = torch.tensor([[0], [count]], dtype=torch.int32, device=DEVICE)
+    level2.update_summaries(found, blocks, *ends, count)
+    chunks = case.cache[..., :64].float().unflatten(2, (-1, case.chunk))
+    means = chunks.mean(3).transpose(0, 1).flatten(1, 2)
     kept = found[Summary.MEAN].dequantize(0, blocks[0])
     half_a_step = means.abs().amax(-1, keepdim=True) / 254 + 1e-4
     assert bool(((kept - means).abs() <= half_a_step).all())

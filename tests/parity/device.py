@@ -93,7 +93,7 @@ def _check_pool() -> None:
 
     def checked(pool, layer, num_rows):
         copy(pool, layer, num_rows)
-        per_block, per_head = pool._head_strides
+        per_block, per_head = pool._chunk_ids[:2]
         with _disable_current_modes():
             proposing = pool._rows.length < pool._rows.room
             for row in proposing[:num_rows].nonzero()[:, 0].tolist():

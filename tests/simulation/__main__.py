@@ -7,15 +7,25 @@ import argparse
 import itertools
 
 from tests.simulation.loads import Closed, speeds_of_halves, speedup
-from tests.simulation.world import MACHINES, TEXTS
+from tests.simulation.world import HOPELESS, MACHINES, TEXTS, Text
 
 
 def print_halves() -> None:
     """Print the speeds of both halves of a batch, by ``max_slowdown``."""
-    for machine, size, context in (("gqa", 4, 100_000), ("gqa", 8, 32_000), ("mha", 4, 32_000)):
+    others = {"hopeless": HOPELESS} | {
+        f"{level2}, {level1}": Text(level2, level1, lookup=0.1)
+        for level2, level1 in ((0.95, 0.2), (0.85, 0.2), (0.7, 0.2))
+    }
+    for (machine, size, context), (name, text) in itertools.product(
+        (("gqa", 4, 100_000), ("gqa", 8, 32_000), ("mha", 4, 32_000)), others.items()
+    ):
         for max_slowdown in (0.05, 0.1, 0.2, 1.0):
-            good, bad = speeds_of_halves(MACHINES[machine], size, context, max_slowdown)
-            print(f"{machine} {size} x {context} {max_slowdown:4}: {good:.2f}x, others {bad:.2f}x")
+            good, bad = speeds_of_halves(MACHINES[machine], size, context, max_slowdown, text)
+            print(
+                f"{machine} {size} x {context}, others {name}, {max_slowdown:4}: "
+                f"{good:.2f}x, others {bad:.2f}x",
+                flush=True,
+            )
 
 
 def print_grid(num_steps: int) -> None:

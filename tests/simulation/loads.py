@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -101,14 +101,16 @@ def mean_per_token(engine: Engine, skip: int = 0) -> float:
 
 @dataclass
 class _Halves(Text):
-    """Only tokens of every second request are accepted."""
+    """Every second request has another text."""
 
-    def rate(self, base: float, request: str) -> float:
-        return base * (int(request[1:]) % 2 == 0)
+    others: Text = field(default_factory=Text)
+
+    def of(self, request: str) -> Text:
+        return self.others if int(request[1:]) % 2 else self
 
 
 def speeds_of_halves(
-    machine: Machine, size: int, context: int, max_slowdown: float
+    machine: Machine, size: int, context: int, max_slowdown: float, others: Text = HOPELESS
 ) -> tuple[float, float]:
     """Speeds over plain decoding's, of requests that are predicted well and of the others.
 
@@ -121,7 +123,7 @@ def speeds_of_halves(
         block_size=256,
         max_slowdown=max_slowdown,
     )
-    text = _Halves(0.95, 0.6, match=0.4, lookup=0.4)
+    text = _Halves(0.95, 0.6, match=0.4, lookup=0.4, others=others)
     engine = Engine(scheduler, World(machine, text, random.Random(3)))
     arrivals = [Arrival(0.0, context, 800, {"temperature": 1.0}) for _ in range(size)]
     engine.run(arrivals, until=lambda: bool(engine.served))

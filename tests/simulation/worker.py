@@ -195,10 +195,10 @@ class Worker:
         assert drafts == state.planned or (may_be_cut and drafts < state.planned), (name, state)
 
     def _verify(self, name: str, state: _State, num_tokens: int) -> int:
-        text, route = self.world.text, state.route
+        text, route = self.world.text.of(name), state.route
         rates = {HIERARCHICAL: text.level2, "prompt_lookup": text.lookup}
         rate = rates.get(route, text.level1 * text.level2)
-        return self.world.accepted(rate, name, num_tokens)
+        return self.world.accepted(rate, num_tokens)
 
     def _propose(self, plan, emitting: set[str], step) -> float:
         """Seconds; and ``proposed`` of every request."""
@@ -240,7 +240,8 @@ class Worker:
             if route == HIERARCHICAL and not state.has_summaries:
                 seconds += machine.selection * state.computed
                 state.has_summaries = True
-            if route == "prompt_lookup" and self.world.draw.random() >= self.world.text.match:
+            text = self.world.text.of(name)
+            if route == "prompt_lookup" and self.world.draw.random() >= text.match:
                 row = (0, 0, 0, 0)
             state.proposed = row[0]
             rows.append(row)
@@ -250,9 +251,10 @@ class Worker:
 
     def _levels(self, name: str, most: int, its: RequestPlan) -> tuple[int, int, int, int]:
         gamma = self.config.gamma
+        text = self.world.text.of(name)
         length = rounds = right = wrong = 0
         while length < most and rounds < its.num_rounds:
-            kept = self.world.accepted(self.world.text.level1, name, gamma)
+            kept = self.world.accepted(text.level1, gamma)
             right, wrong, rounds = right + kept, wrong + (kept < gamma), rounds + 1
             length = min(most, length + kept + 1)
         return length, rounds, right, wrong

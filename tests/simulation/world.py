@@ -185,8 +185,8 @@ class Text:
     match: float = 0.3
     lookup: float = 0.0
 
-    def rate(self, base: float, request: str) -> float:
-        return base
+    def of(self, request: str) -> "Text":
+        return self
 
 
 HOPELESS = Text()
@@ -205,7 +205,6 @@ class World:
     text: Text
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def accepted(self, base: float, request: str, count: int) -> int:
+    def accepted(self, rate: float, count: int) -> int:
         """Of ``count`` tokens in a row."""
-        rate = self.text.rate(base, request)
         return next((n for n in range(count) if self.draw.random() >= rate), count)

@@ -218,10 +218,9 @@ def test_level_2_reads_the_blocks_of_each_head(backend, case, query_lens):
     retrieval = backend.retrieval()
     assert all(map(retrieval.can_retrieve, case.layers))
     level2 = retrieval(case.layers, case.builder)
-    per_block, per_head = level2.head_strides()
     tables = case.tables(2, 3, case.heads)
     heads = torch.arange(case.heads, dtype=torch.int32, device=case.device)[:, None]
-    named = (tables * per_block + heads * per_head).flatten(1, 2)
+    named = level2.chunk_ids().of(tables, heads).flatten(1, 2)
     passes = []
     if len(set(query_lens)) == 1:
         lens = case.ints(SEQ_LENS).repeat_interleave(case.heads)

@@ -12,7 +12,7 @@ from vllm.utils import jit_monitor
 from benchmarks import memory_table
 from tests.unit.fake_graphs import full_graph_by_size, full_graphs, manager_of, without_gpu
 from vllm_triforce.config import TriForceConfig, checks
-from vllm_triforce.config.budget import fit_blocks
+from vllm_triforce.config.budget import chunk_size, fit_blocks
 from vllm_triforce.config.check_draft import check_draft_kind
 from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers, retrieval_block_size
 from vllm_triforce.metrics import carrier
@@ -167,9 +167,10 @@ def _group_layers(attn_groups: list[list[SimpleNamespace]], block_sizes: list[in
     groups = [SimpleNamespace(layer_names=of_group) for of_group in names]
     backend = SimpleNamespace(can_retrieve=str.islower)
     in_order = sorted((name for of_group in names for name in of_group), key=str.lower)
-    layers = {name: name for name in in_order}
+    recurrent = {name: name for name in in_order if "net" in name}
+    layers = {name: name for name in in_order if name not in recurrent}
     config = SimpleNamespace(kv_cache_groups=groups)
-    return group_layers(config, attn_groups, block_sizes, layers, backend)
+    return group_layers(config, attn_groups, block_sizes, layers, backend, recurrent)
 
 
 def test_layers_that_differ_within_a_group_have_their_own_builders():
@@ -187,6 +188,23 @@ def test_one_group_retrieves_whatever_the_size_of_its_blocks():
     groups, sparse, _ = _group_layers(kinds, [32, 64, 64])
     assert sparse == ["b"] and retrieval_block_size(groups) == 64
     assert [group.dense_layer_names for group in groups] == [["A"], [], ["c"]]
+
+
+def test_recurrent_layers_have_groups_of_their_own():
+    kinds = [
+        [_attn_group("x", "net 1", "net 2")],
+        [_attn_group("y", "b")],
+        [_attn_group("x", "net 3")],
+    ]
+    groups, sparse, _ = _group_layers(kinds, [544, 544, 544])
+    assert sparse == ["b"] and not any(group.dense for group in groups)
+    names = [group.recurrent_layer_names for group in groups]
+    assert names == [["net 1", "net 2"], [], ["net 3"]]
+
+
+@pytest.mark.parametrize("block, chunk", [(16, 16), (128, 128), (544, 32), (784, 16)])
+def test_a_large_block_is_several_chunks(block, chunk):
+    assert chunk_size(block) == chunk
 
 
 def test_blocks_with_padding_do_not_retrieve():

@@ -170,11 +170,13 @@ def model_config(text: dict | None = None, window: int | None = None, **facts) -
     [
         (model_config(), None),
         (model_config(is_hybrid=True, has_inner_state=True), "state-space layers"),
+        (model_config(is_hybrid=True, architectures=["Qwen3NextForCausalLM"]), None),
         (model_config(use_mla=True), "multi-head latent attention"),
         (model_config(uses_alibi=True), "ALiBi"),
         (model_config(window=64), "window of 64 tokens"),
         (model_config({"layer_types": ["sliding_attention"] * 2}, 64), "window of 64"),
         (model_config({"layer_types": ["sliding_attention", "full_attention"]}, 64), None),
+        (model_config({"model_type": "minimax_m3"}), "selects blocks of keys itself"),
         (model_config({"model_type": "gpt_oss"}), None),
         (model_config({"model_type": "mimo_v2_flash", "head_dim": 32}), None),
         (
@@ -190,8 +192,14 @@ def test_why_level_2_takes_no_part(target, wanted):
 
 def test_proposals_are_short_where_each_token_has_a_state():
     """A length that the controller chooses stays chosen; vLLM keeps the states of the longest."""
-    filled = TriForceConfig(levels="1,3").with_defaults(can_adapt=True, has_fixed_shapes=True)
-    assert limit_states(filled, model_config()) == filled
-    limited = limit_states(filled, model_config(is_hybrid=True))
+    given, hybrid = TriForceConfig(), model_config(is_hybrid=True)
+    filled = given.with_defaults(can_adapt=True, has_fixed_shapes=True)
+    assert limit_states(filled, given, model_config()) == filled
+    limited = limit_states(filled, given, hybrid)
     assert (filled.num_speculative_tokens, limited.num_speculative_tokens) == (12, 4)
     assert limited.adaptive_keys == filled.adaptive_keys
+    # Level 2 has states of its own for each request that speculates.
+    assert limited.resolve(32).max_speculating_seqs == 8
+    given = TriForceConfig(num_speculative_tokens=6, max_speculating_seqs=16)
+    filled = given.with_defaults(can_adapt=True, has_fixed_shapes=True)
+    assert limit_states(filled, given, hybrid) == filled

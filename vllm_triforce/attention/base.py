@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from vllm.forward_context import get_forward_context
 
+from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.summaries import BlockSummaries, QuantizedSummaries
 from vllm_triforce.selection import Summary
 from vllm_triforce.vllm_patches import swaps
@@ -102,13 +103,14 @@ class RetrievalAttention(ABC):
             offload: the layer's KV cache, where it lies in host memory.
         """
 
-    @abstractmethod
-    def head_strides(self) -> tuple[int, int]:
-        """Return (per_block, per_head) of one-head block ids: KV head ``h`` of block ``b`` is
-        ``b * per_block + h * per_head``.
+    @staticmethod
+    def chunk_size(block_size: int) -> int:
+        """Return the tokens of a retrieval chunk in KV blocks of ``block_size`` tokens."""
+        return block_size
 
-        Both runners lay out block tables by them.
-        """
+    @abstractmethod
+    def chunk_ids(self) -> ChunkIds:
+        """Return the ids of one-head blocks, by which both runners lay out block tables."""
 
     @abstractmethod
     def uniform(

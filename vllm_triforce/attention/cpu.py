@@ -21,6 +21,7 @@ from vllm_triforce.attention.base import (
     replace_impl,
 )
 from vllm_triforce.cache.key_layout import probe_key_order
+from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.summaries import BlockSummaries
 from vllm_triforce.selection import Summary
 
@@ -164,9 +165,9 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
     def attach(self, layer, index: int, offload=None) -> None:
         replace_impl(layer, RetrievalCPUAttentionImpl, layer_index=index, offload=offload)
 
-    def head_strides(self) -> tuple[int, int]:
-        """Return the strides of head-major blocks (``cache/one_head_blocks.py``)."""
-        return self.num_kv_heads, 1
+    def chunk_ids(self) -> ChunkIds:
+        """Return the ids of head-major blocks."""
+        return ChunkIds(self.num_kv_heads, 1)
 
     def build(
         self,

@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 # Blocks of context for each block of the budget, between the limits.
 CONTEXT_SHARE = 8
 
+# Tokens of the largest KV block that is a chunk as a whole.
+_MAX_CHUNK = 128
+
 
 @dataclass(frozen=True)
 class RetrievalBudget:
@@ -22,6 +25,16 @@ class RetrievalBudget:
 def round_up(num_tokens: int, block_size: int) -> int:
     """Round up to whole blocks."""
     return -(-num_tokens // block_size) * block_size
+
+
+def chunk_size(block_size: int) -> int:
+    """Return the tokens of a retrieval chunk: a KV block, or an equal part of a large one.
+
+    vLLM gives a block hundreds of tokens where other layers keep a recurrent state, which takes a
+    block.
+    """
+    sizes = (block_size,) if block_size <= _MAX_CHUNK else (32, 16, block_size)
+    return next(size for size in sizes if block_size % size == 0)
 
 
 def fit_blocks(config, block_size: int):

@@ -110,7 +110,7 @@ def check_draft_kind(draft_config, is_cpu: bool) -> None:
             "space): level 1 runs it over a streaming window. Use another draft."
         )
     layer_types = set(getattr(draft_config.hf_text_config, "layer_types", None) or ())
-    if len(layer_types) > 1:
+    if len(layer_types) > 1 and not is_mtp(draft_config.hf_config):  # its types are the target's
         raise ValueError(
             f"draft model {draft_config.model!r} has layers of the kinds "
             f"{', '.join(sorted(layer_types))}, and level 1's window supports one kind. Use a "
@@ -132,10 +132,16 @@ _OTHER_HEADS = ("eagle", "mtp", "medusa", "dflash", "dspark")
 # used for every token of a draft, and returns one tensor, for logits and as its next input. With
 # each the target's class, and a part of the names of the layer's weights in a checkpoint.
 _MTP_TARGETS = {
-    "MiMoMTPModel": ("MiMoForCausalLM", ".mtp_layers."),
-    "Glm4MoeMTPModel": ("Glm4MoeForCausalLM", ".layers.{num_hidden_layers}."),
-    "ErnieMTPModel": ("Ernie4_5_MoeForCausalLM", ".mtp_block."),
+    "MiMoMTPModel": (("MiMoForCausalLM",), ".mtp_layers."),
+    "Glm4MoeMTPModel": (("Glm4MoeForCausalLM",), ".layers.{num_hidden_layers}."),
+    "ErnieMTPModel": (("Ernie4_5_MoeForCausalLM",), ".mtp_block."),
+    "Qwen3NextMTP": (("Qwen3NextForCausalLM",), "mtp."),
+    "Qwen3_5MTP": (("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), "mtp."),
+    "Qwen3_5MoeMTP": (("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), "mtp."),
 }
+
+# Keys of a config with the number of MTP layers. Qwen3-Next's has none, and one layer.
+_NUM_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def is_head(hf_config) -> bool:
@@ -205,24 +211,27 @@ def _check_mtp(model: str, hf_config, target_config) -> None:
     (architecture,) = target_config.architectures[:1]
     is_target = os.path.realpath(_offline(model)) == os.path.realpath(target_config.model)
     wanted, part = _MTP_TARGETS[layer]
-    if wanted != architecture or not is_target:
+    if architecture not in wanted or not is_target:
         raise ValueError(
             f"draft model {model!r}: vLLM would load its MTP layers ({layer}), which fit the model "
             f"itself alone, and the target is {target_config.model!r}, a {architecture}. Name the "
             "target itself, or another draft model."
         )
-    num_layers = getattr(target_config.hf_config, "num_nextn_predict_layers", None)
+    text_config = target_config.hf_text_config
+    given = {
+        key: n for key in _NUM_MTP_LAYERS if (n := getattr(text_config, key, None)) is not None
+    }
+    key, num_layers = next(iter(given.items()), (_NUM_MTP_LAYERS[0], int(layer == "Qwen3NextMTP")))
     if not num_layers:
         raise ValueError(
-            f"draft model {model!r} has no MTP layers (num_nextn_predict_layers in its config.json)"
-            ", and vLLM runs models of its kind as a draft by these alone. Use another draft, or "
-            "leave 'model' out for prompt lookup."
+            f"draft model {model!r} has no MTP layers ({key} in its config.json), and vLLM runs "
+            "models of its kind as a draft by these alone. Use another draft, or leave 'model' out "
+            "for prompt lookup."
         )
     if num_layers > 1:
         raise ValueError(
-            f"draft model {model!r} has {num_layers} MTP layers (num_nextn_predict_layers), and "
-            "level 1 runs models with one. Use another draft, or leave 'model' out for prompt "
-            "lookup."
+            f"draft model {model!r} has {num_layers} MTP layers ({key}), and level 1 runs models "
+            "with one. Use another draft, or leave 'model' out for prompt lookup."
         )
     part = part.format(num_hidden_layers=target_config.get_total_num_hidden_layers())
     # Empty for formats other than safetensors.

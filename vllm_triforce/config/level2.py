@@ -15,8 +15,16 @@ from vllm_triforce.config.triforce_config import TriForceConfig
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Tokens of a proposal by default, if layers keep a state for each.
-_MAX_STATES = 4
+# Tokens of a proposal, and requests that speculate, by default if layers keep a state for each
+# token. Qwen3.8-27B has 150 MB of states a request and token, vLLM's for each token of a proposal
+# and level 2's for each of a pass.
+_MAX_STATES, _MAX_SEQS = 4, 8
+
+# Targets whose recurrent layers level 2 runs with states of its own: gated delta nets.
+_GATED_DELTA_NETS = (
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+)
 
 # Settings of the target that hold for another checkpoint of it.
 _SHARED_SETTINGS = (
@@ -173,8 +181,11 @@ def _shape(model_config) -> dict[str, Any]:
 
 def why_no_level2(model_config) -> str | None:
     """Return why level 2 takes no part in speculating for a target; None if it does."""
-    if has_recurrent_layers(model_config):
-        return "its linear-attention or state-space layers keep no KV cache to retrieve from"
+    has_own_states = any(name in _GATED_DELTA_NETS for name in model_config.architectures)
+    if has_recurrent_layers(model_config) and not has_own_states:
+        return (
+            "it keeps no states of its own for linear-attention or state-space layers of this kind"
+        )
     if model_config.use_mla:
         return "its multi-head latent attention (MLA) caches no keys per head to select by"
     if has_alibi(model_config):
@@ -182,6 +193,8 @@ def why_no_level2(model_config) -> str | None:
     if (window := _window_of_all_layers(model_config)) is not None:
         return f"each of its layers has a window of {window} tokens, with nothing beyond it to read"
     text_config = model_config.hf_text_config
+    if text_config.model_type.startswith("minimax_m3"):
+        return "its attention selects blocks of keys itself"
     if text_config.model_type.startswith("mimo_v2"):
         # With two lengths vLLM takes a DIFFKV backend for the full attention (``MiMoV2Attention``).
         key, value = text_config.head_dim, getattr(text_config, "v_head_dim", None)
@@ -225,12 +238,13 @@ def fit_levels(config: TriForceConfig, model_config) -> TriForceConfig:
     return dataclasses.replace(config, levels="1,3")
 
 
-def limit_states(config: TriForceConfig, model_config) -> TriForceConfig:
-    """Limit the default length of proposals where vLLM keeps a recurrent state for each token.
-
-    Qwen3.8-27B has 150 MB of states a request and token.
-    """
+def limit_states(filled: TriForceConfig, given: TriForceConfig, model_config) -> TriForceConfig:
+    """Limit keys that the user has not given where a recurrent state is kept for each token."""
     if not has_recurrent_layers(model_config):
-        return config
-    length = min(config.num_speculative_tokens, _MAX_STATES)
-    return dataclasses.replace(config, num_speculative_tokens=length)
+        return filled
+    length, seqs = filled.num_speculative_tokens, filled.max_speculating_seqs
+    if given.num_speculative_tokens is None:
+        length = min(filled.num_speculative_tokens, _MAX_STATES)
+    if seqs is None and "2" in filled.levels:
+        seqs = _MAX_SEQS
+    return dataclasses.replace(filled, num_speculative_tokens=length, max_speculating_seqs=seqs)

@@ -1,8 +1,10 @@
-"""Layers of the target by KV cache group: sparse at level 2, or dense."""
+"""Layers of the target by KV cache group: sparse at level 2, dense or recurrent."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
@@ -21,6 +23,7 @@ class KVGroup:
     dense: list[tuple[list[str], Any]]
     """Layers that level 2 runs as level 3 does, such as those with a sliding window: names of
     layers that are alike, and vLLM's metadata builder of them."""
+    recurrent_layer_names: list[str] = field(default_factory=list)
 
     @property
     def dense_layer_names(self) -> list[str]:
@@ -31,6 +34,23 @@ class KVGroup:
 def attention_layers(vllm_config) -> dict[str, Attention]:
     """Return all attention layers loaded so far, by name, in order of construction."""
     return get_layers_from_vllm_config(vllm_config, Attention)
+
+
+def recurrent_layers(vllm_config) -> dict[str, Any]:
+    """Return all gated delta nets that level 2 can run, by name, in order of construction."""
+    if not vllm_config.model_config.is_hybrid:
+        return {}
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+    return get_layers_from_vllm_config(vllm_config, QwenGatedDeltaNetAttention)
+
+
+def own_states(layer: Any, query_len: int) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+    """Return how many states a row of level 2 has in a layer, their shape and dtype, by kind.
+
+    A convolution's state holds the tokens of a whole pass.
+    """
+    return list(zip((1, query_len), layer.get_state_shape(), layer.get_state_dtype()))
 
 
 def check_kernel_blocks(block_sizes: list[int], kernel_block_sizes: list[int]) -> None:
@@ -48,8 +68,15 @@ def check_kernel_blocks(block_sizes: list[int], kernel_block_sizes: list[int]) -
             )
 
 
-def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backend):
-    """Sort the target's layers into sparse and dense ones.
+def group_layers(
+    kv_cache_config,
+    attn_groups,
+    block_sizes,
+    target_layers,
+    backend,
+    recurrent: Mapping[str, Any] | None = None,
+):
+    """Sort the target's layers into sparse, dense and recurrent ones.
 
     Sparse are the layers with full attention of the first KV cache group that has any. Where a
     group's layers differ in their heads, which is one of vLLM's attention groups for each kind, the
@@ -62,6 +89,7 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
             are longer.
         target_layers: attention layers of the target, by name.
         backend: level 2's attention of the platform.
+        recurrent: recurrent layers of the target, by name.
 
     Returns:
         The groups, the sparse layers and the sparse layers' metadata builder.
@@ -70,14 +98,13 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
         ValueError: no layer can be sparse, or a layer is of an unknown kind.
     """
     groups: list[KVGroup] = []
+    recurrent = recurrent or {}
     sparse_names: list[str] = []
     sparse_builder = None
     for gid, spec in enumerate(kv_cache_config.kv_cache_groups):
         for layer_name in spec.layer_names:
-            if layer_name not in target_layers:
-                raise ValueError(
-                    f"layer {layer_name!r} is not an attention layer that TriForce knows"
-                )
+            if layer_name not in target_layers and layer_name not in recurrent:
+                raise ValueError(f"layer {layer_name!r} is not a layer that TriForce knows")
         kinds = attn_groups[gid]
         fitting = [_fitting(kind, target_layers, backend) for kind in kinds]
         retrieving = max(fitting, key=len, default=[]) if not sparse_names else []
@@ -86,7 +113,10 @@ def group_layers(kv_cache_config, attn_groups, block_sizes, target_layers, backe
             sparse_builder = kinds[fitting.index(retrieving)].get_metadata_builder()
         group = KVGroup(block_sizes[gid], retrieving, [])
         for kind in kinds:
-            if names := [name for name in kind.layer_names if name not in retrieving]:
+            names = [name for name in kind.layer_names if name not in retrieving]
+            if names and names[0] in recurrent:
+                group.recurrent_layer_names += names
+            elif names:
                 group.dense.append((names, kind.get_metadata_builder()))
         groups.append(group)
     if not sparse_names:

@@ -3,6 +3,7 @@
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.kernels import counters as count
 from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.nan_guard import NanScrubber, stored_type
@@ -98,7 +99,7 @@ class RetrievalPool:
             the same strides.
         tables: [num_layers, max_rows * num_kv_heads, width], int32, one-head blocks of the KV cache
             that the rows read, of all layers that retrieve; the host layers are the last.
-        head_strides: strides of one-head block ids (``cache/one_head_blocks.py``).
+        chunk_ids: of ``tables``; a chunk is a KV block.
         max_selected: selected blocks of a row and head at most.
         counters: [len(DeviceCounter)], int64, added to; it counts blocks of one head.
     """
@@ -108,7 +109,7 @@ class RetrievalPool:
         hosts: list[torch.Tensor],
         pools: list[torch.Tensor],
         tables: torch.Tensor,
-        head_strides: tuple[int, int],
+        chunk_ids: ChunkIds,
         max_selected: int,
         counters: torch.Tensor,
         rows: Rows,
@@ -122,7 +123,7 @@ class RetrievalPool:
         self._rows, self._counters = rows, counters
         self.wanted = tables[self.first_layer :]
         """[num_layers, max_rows * num_kv_heads, width], one-head blocks that the rows read."""
-        self._head_strides = per_block, per_head = head_strides
+        self._chunk_ids = chunk_ids
         self._max_selected = max_selected
         self._caches = hosts, pools  # keeps the memory at these addresses alive
         addresses = [[cache.data_ptr() for cache in caches] for caches in self._caches]
@@ -132,8 +133,8 @@ class RetrievalPool:
         """By slot, layer and head: one-head blocks that the pool holds, and those to copy there."""
         blocks = torch.arange(num_blocks, dtype=torch.int32, device=device)
         self._block_tables = blocks.view(num_slots, width)
-        head_offsets = torch.arange(num_heads, dtype=torch.int32, device=device) * per_head
-        self._slot_tables = self._block_tables[:, None] * per_block + head_offsets[:, None]
+        heads = torch.arange(num_heads, dtype=torch.int32, device=device)
+        self._slot_tables = chunk_ids.of(self._block_tables[:, None], heads[:, None])
         """[num_slots, num_kv_heads, width], one-head blocks."""
         self.tables = torch.zeros(
             rows.max_rows * num_heads, width, dtype=torch.int32, device=device
@@ -173,8 +174,8 @@ class RetrievalPool:
             self.num_layers,
             self._addresses,
             self._counters,
-            *self._head_strides,
-            block_stride // self._head_strides[0],
+            *self._chunk_ids[:2],
+            block_stride // self._chunk_ids.per_block,
             token_stride,
             *like.shape[2:],
             TYPE=stored_type(like.dtype),

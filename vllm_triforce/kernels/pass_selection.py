@@ -9,9 +9,11 @@ attention over one-head sequences needs them.
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.cache.summaries import TILE, QuantizedSummaries
 from vllm_triforce.kernels import row_table as col
+from vllm_triforce.kernels.retrieval import one_head_block
 from vllm_triforce.kernels.rows import Rows
 
 _TOKENS = tl.constexpr(TOKENS_PER_SELECTION)
@@ -36,7 +38,7 @@ class PassSelectionV2:
             second to the last selected one are written.
         num_heads: query heads.
         query_len: tokens of each row in a pass; the first, the newest settled one, votes.
-        head_strides: ``(per_block, per_head)`` of ``OneHeadBlocks``.
+        chunk_ids: of the tables.
     """
 
     def __init__(
@@ -47,13 +49,13 @@ class PassSelectionV2:
         sparse_tables: torch.Tensor,
         num_heads: int,
         query_len: int,
-        head_strides: tuple[int, int],
+        chunk_ids: ChunkIds,
     ) -> None:
         self._means, self._rows = means, rows
         self._block_tables, self._sparse_tables = block_tables, sparse_tables
         _, self._num_kv_heads, _, self._head_dim = means.values.shape
         self._query_len = query_len
-        self._head_strides = head_strides
+        self._chunk_ids = chunk_ids
         self._group = num_heads // self._num_kv_heads
         self._num_tiles = triton.cdiv(block_tables.shape[1], TILE)
         shape = (rows.max_rows, self._num_kv_heads, self._group, self._num_tiles)
@@ -120,7 +122,8 @@ class PassSelectionV2:
             self._rows.stride,
             table,
             table.stride(0),
-            *self._head_strides,
+            *self._chunk_ids[:3],
+            SPLIT=self._chunk_ids.split,
             NUM_TILES=self._num_tiles,
             PADDED_TILES=triton.next_power_of_2(self._num_tiles),
             GROUP=group,
@@ -226,6 +229,8 @@ def _select_chunks_kernel(
     sparse_stride,
     per_block,
     per_head,
+    per_part,
+    SPLIT: tl.constexpr,
     NUM_TILES: tl.constexpr,
     PADDED_TILES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -299,5 +304,6 @@ def _select_chunks_kernel(
         next_above += tl.sum(is_above.to(tl.int32), axis=0)
         next_equal += tl.sum(is_equal.to(tl.int32), axis=0)
         mask = (is_above | is_equal) & (places < wanted)
-        blocks = tl.load(table + chunks, mask=is_candidate, other=0)
-        tl.store(out + places, blocks * per_block + head.to(tl.int32) * per_head, mask=mask)
+        ids = tl.load(table + chunks, mask=is_candidate, other=0)
+        ids = one_head_block(ids, head.to(tl.int32), per_block, per_head, per_part, SPLIT)
+        tl.store(out + places, ids, mask=mask)

@@ -6,6 +6,7 @@ Each is one launch for all layers, heads and requests.
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.rows import Rows
@@ -18,16 +19,19 @@ class KeyPointers:
     Args:
         keys: per layer [num_blocks, block_size, num_kv_heads, head_dim], a view of its KV cache.
         scales: per layer, the factor of stored keys (1 unless the cache is quantized).
+        chunk_size: tokens, a divisor of ``block_size``.
     """
 
-    def __init__(self, keys: list[torch.Tensor], scales: list[float]) -> None:
+    def __init__(self, keys: list[torch.Tensor], scales: list[float], chunk_size: int) -> None:
         if len({(k.stride(), k.shape, k.dtype) for k in keys}) != 1:
             raise ValueError("the layers that retrieve have KV caches of different layouts")
         self.like = keys[0]
         device, addresses = keys[0].device, [k.data_ptr() for k in keys]
         self.pointers = torch.tensor(addresses, dtype=torch.uint64, device=device)
         self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
-        _, self.block_size, self.num_heads, self.head_dim = keys[0].shape
+        self.chunk_size = chunk_size
+        _, block_size, self.num_heads, self.head_dim = keys[0].shape
+        self.split = block_size // chunk_size
         self.strides = keys[0].stride()[:3]
 
 
@@ -35,12 +39,12 @@ def update_chunk_summaries(
     keys: KeyPointers,
     kind: Summary,
     summaries: QuantizedSummaries,
-    tables: torch.Tensor,  # [num_reqs, width], int32, block tables
-    first: torch.Tensor,  # [num_reqs], int32, logical block to begin with
-    last: torch.Tensor,  # [num_reqs], int32, logical block to stop before
+    tables: torch.Tensor,  # [num_reqs, width], int32, chunks
+    first: torch.Tensor,  # [num_reqs], int32, logical chunk to begin with
+    last: torch.Tensor,  # [num_reqs], int32, logical chunk to stop before
     max_blocks: int,  # upper bound of last - first
 ) -> None:
-    """Summarize the blocks of each request from ``first`` to before ``last``."""
+    """Summarize the chunks of each request from ``first`` to before ``last``."""
     if max_blocks <= 0:
         return
     block_stride, token_stride, head_stride = keys.strides
@@ -61,10 +65,11 @@ def update_chunk_summaries(
         head_stride,
         summaries.scales.shape[2],
         KIND=kind.value,
-        BLOCK_SIZE=keys.block_size,
+        SPLIT=keys.split,
+        BLOCK_SIZE=keys.chunk_size,
         HEAD_DIM=keys.head_dim,
         PADDED_DIM=triton.next_power_of_2(keys.head_dim),
-        PADDED_BLOCK=triton.next_power_of_2(keys.block_size),
+        PADDED_BLOCK=triton.next_power_of_2(keys.chunk_size),
     )
 
 
@@ -85,6 +90,7 @@ def _chunk_summaries_kernel(
     head_stride,
     num_blocks,
     KIND: tl.constexpr,  # of Summary
+    SPLIT: tl.constexpr,  # chunks of a KV block
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -106,7 +112,8 @@ def _chunk_summaries_kernel(
     offsets = tokens[:, None].to(tl.int64) * token_stride + dims[None, :]
     is_token = tokens[:, None] < BLOCK_SIZE
     mask = is_token & (dims[None, :] < HEAD_DIM)
-    key = tl.load(keys + block * block_stride + head * head_stride + offsets, mask=mask, other=0.0)
+    keys += block // SPLIT * block_stride + block % SPLIT * BLOCK_SIZE * token_stride
+    key = tl.load(keys + head * head_stride + offsets, mask=mask, other=0.0)
     key = key.to(tl.float32)
     if KIND == "mean":
         summary = tl.sum(key, axis=0) / BLOCK_SIZE
@@ -127,8 +134,8 @@ def _chunk_summaries_kernel(
 def build_sparse_tables(
     out: torch.Tensor,  # [num_layers, max_rows * num_kv_heads, width], int32, written
     rows: Rows,
-    tables: torch.Tensor,  # [num_rows, table_width], int32, block tables
-    head_strides: tuple[int, int],  # see cache/one_head_blocks.py
+    tables: torch.Tensor,  # [num_rows, table_width], int32, chunks
+    chunk_ids: ChunkIds,
 ) -> None:
     """Build each table from as many first blocks as passes select, and the tail: recent blocks and
     all after them."""
@@ -141,7 +148,8 @@ def build_sparse_tables(
         tables,
         tables.stride(0),
         width,
-        *head_strides,
+        *chunk_ids[:3],
+        SPLIT=chunk_ids.split,
         BLOCK=min(1024, triton.next_power_of_2(width)),
     )
 
@@ -157,6 +165,8 @@ def _sparse_tables_kernel(
     width,
     per_block,
     per_head,
+    per_part,
+    SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -175,4 +185,11 @@ def _sparse_tables_kernel(
         is_allocated = logical < num_blocks
         block = tl.load(tables_ptr + row * table_stride + logical, mask=is_allocated, other=0)
         # Columns past the allocated blocks hold vLLM's null block, which no sequence reaches.
-        tl.store(out + column, block * per_block + head * per_head, mask=column < width)
+        ids = one_head_block(block, head, per_block, per_head, per_part, SPLIT)
+        tl.store(out + column, ids, mask=column < width)
+
+
+@triton.jit
+def one_head_block(chunk, head, per_block, per_head, per_part, SPLIT: tl.constexpr):
+    """Return the one-head block of a chunk (``ChunkIds.of``)."""
+    return chunk // SPLIT * per_block + chunk % SPLIT * per_part + head * per_head

@@ -13,9 +13,10 @@ from vllm_triforce.core.kv_groups import (
     KVGroup,
     check_kernel_blocks,
     group_layers,
+    recurrent_layers,
     retrieval_block_size,
 )
-from vllm_triforce.core.models import Level2Model, fusion_of, num_states
+from vllm_triforce.core.models import fusion_of, num_states
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
@@ -25,6 +26,7 @@ from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import Placeholders, ProposalContext, Slots
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
+from vllm_triforce.runner_v2.recurrent import RecurrentLayers
 from vllm_triforce.runner_v2.retrieval import RetrievalLevelV2
 from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.runner_v2.sources.source import DraftSourceV2, HiddenStatesV2, SourcePartsV2
@@ -51,7 +53,8 @@ class SpeculatorPartsV2:
         has_level2 = config.uses_level2 or offload is not None
         if has_level2:
             groups, layers, builder = _grouped_layers(adapter, runner, kv_cache_config)
-            config = fit_blocks(config, retrieval_block_size(groups))
+            retrieval = platform_for(current_platform).retrieval()
+            config = fit_blocks(config, retrieval.chunk_size(retrieval_block_size(groups)))
         self.num_slots = min(scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
         limits = RowLimits(
@@ -85,7 +88,7 @@ class SpeculatorPartsV2:
         self.hidden_states = self._hidden_states(adapter) if config.has_head else None
         level2 = None
         if has_level2:
-            level2 = self._level2(adapter.level2_model, groups, layers, builder, offload)
+            level2 = self._level2(adapter, runner, groups, layers, builder, offload)
         sources = self._sources(adapter, runner.req_states.all_token_ids.gpu)
         self.speculator = SpeculatorV2(
             self.context,
@@ -141,14 +144,15 @@ class SpeculatorPartsV2:
 
     def _level2(
         self,
-        level2_model: Level2Model,
+        adapter: RunnerAdapter,
+        runner,
         groups: list[KVGroup],
         layers: list,
         builder: Any,
         offload: "OffloadedCache | None",
     ) -> RetrievalLevelV2 | None:
         """Build level 2 over the target's KV cache; without it, stage layers in host memory."""
-        context, config = self.context, self.context.config
+        context, config, level2_model = self.context, self.context.config, adapter.level2_model
         sums = context.counters.sums
         host_layers: dict[str, HostLayer] = {}
         if offload is not None:
@@ -159,13 +163,13 @@ class SpeculatorPartsV2:
         attention = attention_class(layers, builder, host_layers)
         if not config.uses_level2:
             return None
-        selections = SelectionsV2(
-            config,
-            attention,
-            layers[0].kv_cache.shape[0],
-            self.rows,
-            self.tables[next(i for i, g in enumerate(groups) if g.sparse_layer_names)],
-        )
+        split = attention.chunk_ids().split
+        table = self.tables[next(i for i, g in enumerate(groups) if g.sparse_layer_names)]
+        chunk_tables = table
+        if split > 1:
+            chunk_tables = table.new_zeros(len(table), table.shape[1] * split)
+        num_chunks = layers[0].kv_cache.shape[0] * split
+        selections = SelectionsV2(config, attention, num_chunks, self.rows, chunk_tables)
         pool = None
         if host_layers:
             from vllm_triforce.kernels.offload import RetrievalPool
@@ -174,7 +178,7 @@ class SpeculatorPartsV2:
                 [layer.host for layer in host_layers.values()],
                 [layer.pool for layer in host_layers.values() if layer.pool is not None],
                 selections.tables,
-                attention.head_strides(),
+                attention.chunk_ids(),
                 config.max_selected_blocks,
                 sums,
                 self.rows,
@@ -186,11 +190,23 @@ class SpeculatorPartsV2:
             attention,
             selections,
             self.tables,
+            chunk_tables,
+            self._recurrent(adapter, runner.model_state, groups),
             None if level2_model.is_copy else self.adapters,
             pool,
             self.hidden_states,
             num_states(context.vllm_config) if config.has_head else 0,
         )
+
+    def _recurrent(
+        self, adapter: RunnerAdapter, model_state: Any, groups: list[KVGroup]
+    ) -> RecurrentLayers | None:
+        layers = recurrent_layers(self.context.vllm_config)
+        if not layers:
+            return None
+        level2_layers = recurrent_layers(adapter.level2_model.vllm_config)
+        device = self.context.device
+        return RecurrentLayers(layers, level2_layers, groups, self.rows, model_state, device)
 
 
 def _grouped_layers(adapter: RunnerAdapter, runner, kv_cache_config):
@@ -199,5 +215,10 @@ def _grouped_layers(adapter: RunnerAdapter, runner, kv_cache_config):
     check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
     retrieval = platform_for(current_platform).retrieval()
     return group_layers(
-        kv_cache_config, runner.attn_groups, block_sizes, adapter.target_layers, retrieval
+        kv_cache_config,
+        runner.attn_groups,
+        block_sizes,
+        adapter.target_layers,
+        retrieval,
+        recurrent_layers(runner.vllm_config),
     )

@@ -17,6 +17,7 @@ from vllm_triforce.kernels.row_table import Owner
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 from vllm_triforce.runner_v2.batch import BatchV2, ProposalContext, Slot
 from vllm_triforce.runner_v2.passes import GraphedRound, ModelPass, graphed_rounds
+from vllm_triforce.runner_v2.recurrent import RecurrentLayers
 from vllm_triforce.runner_v2.sampling import SamplingV2, masked_logits, row_masks
 from vllm_triforce.runner_v2.selections import SelectionsV2
 from vllm_triforce.runner_v2.sources.source import HiddenStatesV2
@@ -102,6 +103,9 @@ class RetrievalLevelV2:
         level2_model: the target, or its copy.
         groups: vLLM's KV cache groups; one of them has all sparse layers.
         tables: buffers of each batch's block tables, [max_rows, width], int32, one for each group.
+        chunk_tables: [max_rows, width], int32, buffer of chunks in the place of the retrieving
+            group's blocks; that group's buffer where a block is a chunk.
+        recurrent: None if no layer is recurrent.
         adapters: None without LoRA, and for a copy of the target, which has none.
         pool: blocks of the layers whose KV cache lies in host memory, which are the last layers;
             None if there are none.
@@ -117,6 +121,8 @@ class RetrievalLevelV2:
         attention: RetrievalAttention,
         selections: SelectionsV2,
         tables: list[torch.Tensor],
+        chunk_tables: torch.Tensor,
+        recurrent: RecurrentLayers | None = None,
         adapters: LevelAdapters | None = None,
         pool: "RetrievalPool | None" = None,
         hidden_states: HiddenStatesV2 | None = None,
@@ -126,6 +132,9 @@ class RetrievalLevelV2:
         self._hidden_states = hidden_states
         self._context = context
         self._model, vllm_config, _ = level2_model
+        self._recurrent = recurrent
+        if recurrent is not None:
+            vllm_config = recurrent.config(vllm_config)
         self._groups = groups
         self._sparse_group = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
         self._attention = attention
@@ -134,7 +143,8 @@ class RetrievalLevelV2:
         self._max_position = context.vllm_config.model_config.max_model_len - 1
         self._num_kv_heads = attention.num_kv_heads
         self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=context.device)
-        self._table = tables[self._sparse_group]
+        self._chunk_tables = chunk_tables
+        self._split = chunk_tables.shape[1] // tables[self._sparse_group].shape[1]
         self.pool = pool
         layer_names = groups[self._sparse_group].sparse_layer_names
         self._pooled_names = set() if pool is None else set(layer_names[-pool.num_layers :])
@@ -205,9 +215,20 @@ class RetrievalLevelV2:
             deltas = np.repeat(batch.position_deltas, self.model_pass.inputs.query_len)
             on_device = async_tensor_h2d(deltas, self._context.device, torch.int64)
             self.model_pass.inputs.position_deltas[: len(deltas)].copy_(on_device)
-        self.selections.begin(batch, batch.tables[self._sparse_group], slots, owners)
+        self.selections.begin(batch, self._chunks(batch), slots, owners)
         if self.pool is not None:
             self.pool.begin()
+        if self._recurrent is not None:
+            self._recurrent.begin(batch)
+
+    def _chunks(self, batch: BatchV2) -> torch.Tensor:  # [num_rows, width], int32
+        """Write the chunks of the rows' blocks in the retrieving group."""
+        blocks = batch.tables[self._sparse_group]
+        if self._split == 1:
+            return blocks
+        chunks = self._chunk_tables[: len(blocks)].unflatten(1, (-1, self._split))
+        parts = torch.arange(self._split, dtype=torch.int32, device=blocks.device)
+        return torch.add(parts, blocks[:, :, None], alpha=self._split, out=chunks).flatten(1)
 
     def forward(self, sampling: SamplingV2, may_select: bool = True) -> LevelLogits:
         """Return logits after each row's newest token and each draft, ``gamma + 1`` places.
@@ -236,12 +257,14 @@ class RetrievalLevelV2:
             rows,
             self.model_pass.inputs,
             self.model_pass.padded_rows(rows.num_rows),
-            self._table,
+            self._chunk_tables,
             self._dense_seq_lens,
-            group.block_size,
+            group.block_size // self._split,
             self._max_position,
             self.pool,
         )
+        if self._recurrent is not None:
+            self._recurrent.begin_pass()
         self.model_pass.run(rows.num_rows)
         if self._hidden_states is not None:
             self._hidden_states.add_pass(self.model_pass.states, self.model_pass.inputs)
@@ -289,6 +312,8 @@ class RetrievalLevelV2:
         metadata = dict(zip(group.sparse_layer_names, sparse))
         for dense in self._dense:
             metadata |= dict.fromkeys(dense.names, dense.metadata(num_rows))
+        if self._recurrent is not None:
+            metadata |= dict.fromkeys(self._recurrent.layers, self._recurrent.metadata(num_rows))
         return metadata
 
     def _slots(self, num_rows: int) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.attention.base import RetrievalAttention
+from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.cache.summaries import QuantizedSummaries, rows_scored_together
 from vllm_triforce.config import ResolvedConfig
@@ -40,7 +41,7 @@ class PolicySelection:
         sparse_tables: torch.Tensor,
         num_heads: int,
         query_len: int,
-        head_strides: tuple[int, int],
+        chunk_ids: ChunkIds,
         max_selected: int,
     ) -> None:
         num_kv_heads, max_chunks = sparse_tables.shape[1] // rows.max_rows, block_tables.shape[1]
@@ -53,9 +54,9 @@ class PolicySelection:
         self._block_tables = block_tables
         self._tables = sparse_tables.unflatten(1, (rows.max_rows, num_kv_heads))
         self._num_kv_heads, self._query_len = num_kv_heads, query_len
-        self._per_block, per_head = head_strides
+        self._chunk_ids = chunk_ids
         device = block_tables.device
-        self._head_offsets = torch.arange(num_kv_heads, device=device)[:, None] * per_head
+        self._heads = torch.arange(num_kv_heads, device=device)[:, None]
         self._chunks = torch.arange(max_chunks, device=device)
         self._places = torch.arange(min(max_selected, max_chunks) - 1, device=device)
 
@@ -92,7 +93,7 @@ class PolicySelection:
         votes = votes.clamp(min=torch.finfo(votes.dtype).min)
         best = votes.masked_fill(is_other, float("-inf")).topk(len(self._places)).indices
         ids = blocks[:, None].expand(-1, self._num_kv_heads, -1).gather(2, best)
-        ids = ids * self._per_block + self._head_offsets
+        ids = self._chunk_ids.of(ids, self._heads)
         selected = self._tables[layer, part, :, 1 : 1 + len(self._places)]
         is_written = is_due & (self._places < num_selected - 1)
         selected.copy_(torch.where(is_written[:, None], ids, selected))
@@ -103,15 +104,15 @@ class SelectionsV2:
 
     Args:
         attention: sparse attention of the platform.
-        num_blocks: blocks in vLLM's pool.
-        block_tables: [max_rows, width], int32, buffer of a proposal's block tables.
+        num_chunks: of vLLM's pool of blocks.
+        block_tables: [max_rows, width], int32, buffer of a proposal's tables of chunks.
     """
 
     def __init__(
         self,
         config: ResolvedConfig,
         attention: RetrievalAttention,
-        num_blocks: int,
+        num_chunks: int,
         rows: Rows,
         block_tables: torch.Tensor,
     ) -> None:
@@ -123,7 +124,7 @@ class SelectionsV2:
         heads, device = first.num_kv_heads, block_tables.device
         self.policy = POLICIES[config.policy]()
         # Head-major, so that the summaries of one head are contiguous.
-        shape = (num_layers, heads, num_blocks, first.head_size)
+        shape = (num_layers, heads, num_chunks, first.head_size)
         self.summaries = {
             kind: QuantizedSummaries.allocate(shape, device) for kind in self.policy.summaries
         }
@@ -131,21 +132,21 @@ class SelectionsV2:
         self.tables = torch.zeros(tables_shape, dtype=torch.int32, device=device)
         """[num_layers, max_rows * num_kv_heads, width], one-head blocks that each row reads."""
         parts = rows, block_tables, self.tables, first.num_heads, config.gamma + 1
-        strides = attention.head_strides()
+        self._chunk_ids = attention.chunk_ids()
         self.in_pass: PassSelectionV2 | PolicySelection
         """Selects inside level 2's passes."""
         if config.has_selection_kernels:
-            self.in_pass = PassSelectionV2(self.summaries[Summary.MEAN], *parts, strides)
+            self.in_pass = PassSelectionV2(self.summaries[Summary.MEAN], *parts, self._chunk_ids)
         else:
             max_selected = config.max_selected_blocks
             self.in_pass = PolicySelection(
-                self.policy, self.summaries, *parts, strides, max_selected
+                self.policy, self.summaries, *parts, self._chunk_ids, max_selected
             )
 
     def begin(
         self,
         batch: BatchV2,
-        table: torch.Tensor,  # [num_rows, width], the retrieving group's block tables
+        table: torch.Tensor,  # [num_rows, width], the retrieving group's tables of chunks
         slots: list[Slot],
         owners: list[Owner],
     ) -> None:
@@ -166,7 +167,7 @@ class SelectionsV2:
                 )
         for slot, num_tokens in zip(slots, max_tokens):
             slot.summarized_tokens = num_tokens
-        build_sparse_tables(self.tables, self._rows, table, self._attention.head_strides())
+        build_sparse_tables(self.tables, self._rows, table, self._chunk_ids)
 
     def _max_newly_full(self, slot: Slot, max_tokens: int, owner: Owner) -> int:
         """Bound the number of blocks that filled since level 2's last proposal.

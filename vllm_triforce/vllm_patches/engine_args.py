@@ -15,7 +15,13 @@ from vllm.logger import init_logger
 
 from vllm_triforce.config import TriForceConfig, check_draft, checks
 from vllm_triforce.config.keys import METHOD
-from vllm_triforce.config.level2 import check_level2_model, fit_levels, limit_states, why_no_level2
+from vllm_triforce.config.level2 import (
+    check_level2_model,
+    fit_levels,
+    has_recurrent_layers,
+    limit_states,
+    why_no_level2,
+)
 from vllm_triforce.config.synthetic import (
     RATES_KEY,
     SYNTHETIC,
@@ -105,8 +111,8 @@ def _split(engine_args, target_model_config=None) -> tuple[TriForceConfig, dict[
         max_tokens = max(1, _max_tokens_with_lora(engine_args))
         length = min(filled.num_speculative_tokens or max_tokens, max_tokens)
         filled = replace(filled, num_speculative_tokens=length)
-    if target_model_config is not None and config.num_speculative_tokens is None:
-        filled = limit_states(filled, target_model_config)
+    if target_model_config is not None:
+        filled = limit_states(filled, config, target_model_config)
     return filled, draft
 
 
@@ -249,11 +255,11 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     """Check target and draft, and replace our keys by those of a stock ``SpeculativeConfig``."""
     checks.check_target(target_model_config, target_parallel_config)
     config, draft = _split(engine_args, target_model_config)
-    if why_no_level2(target_model_config) is None:
+    if why_no_level2(target_model_config) or has_recurrent_layers(target_model_config):
+        _keep(engine_args, config, draft)
+    else:
         # Use the defaults that were filled in before vLLM filled in its own.
         config = _read_kept(engine_args.additional_config)[0]
-    else:
-        _keep(engine_args, config, draft)
     method = "draft_model"
     if draft.get("model"):
         hf_config = check_draft.read_draft_config(draft, engine_args.trust_remote_code)

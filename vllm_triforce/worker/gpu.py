@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_triforce.attention.platforms import platform_for
 from vllm_triforce.config import ResolvedConfig, read_config
+from vllm_triforce.core.kv_groups import recurrent_layers
 from vllm_triforce.core.messages import attach_drafts
 from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.vllm_patches import swaps
@@ -99,7 +100,13 @@ class TriForceGPUWorker(Worker):
         layers = {name: layer for name, layer in target_layers.items() if can_retrieve(layer)}
         layers = layers or target_layers  # without any, allocate() says why
         return (
-            buffer_bytes(layers, self.triforce.draft_layers, config, self.vllm_config),
+            buffer_bytes(
+                layers,
+                self.triforce.draft_layers,
+                config,
+                self.vllm_config,
+                recurrent_layers(self.vllm_config),
+            ),
             summary_bytes_per_kv_byte(layers, config, self.vllm_config),
         )
 

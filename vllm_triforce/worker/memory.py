@@ -1,9 +1,14 @@
 """Memory that TriForce needs on a GPU besides vLLM's KV cache."""
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_triforce.cache.summaries import SCALE_BYTES, num_vote_numbers, rows_scored_together
 from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.core.kv_groups import own_states
 from vllm_triforce.runner_v2.graph_sizes import MAX_ROWS
 from vllm_triforce.selection import POLICIES
 
@@ -12,7 +17,11 @@ _LOGIT_COPIES = 4
 
 
 def buffer_bytes(
-    layers: dict, draft_layers: dict, config: ResolvedConfig, vllm_config
+    layers: dict,
+    draft_layers: dict,
+    config: ResolvedConfig,
+    vllm_config,
+    recurrent: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
     """Return the bytes of buffers whose size does not depend on the KV cache, by purpose.
 
@@ -37,6 +46,7 @@ def buffer_bytes(
         "the draft's windows": window_bytes_per_number * window_numbers,
         "the draft's distributions": logits_bytes * config.gamma if draft_layers else 0,
         "the head's states": seqs * config.state_capacity * state_bytes,
+        "level 2's recurrent states": _recurrent_bytes(recurrent or {}, config, seqs),
     }
     if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         bytes_by_purpose["graphs' logits"] = _logits(config, vllm_config, min(seqs, MAX_ROWS))
@@ -61,6 +71,17 @@ def _selection_bytes(layers: dict, config: ResolvedConfig, vllm_config) -> dict[
         "selections": 4 * seqs * num_layers * num_kv_heads * config.table_width,
         "votes": pass_bytes,
     }
+
+
+def _recurrent_bytes(recurrent: Mapping[str, Any], config: ResolvedConfig, seqs: int) -> int:
+    """Return the bytes of the states that level 2 keeps apart from the full pass's."""
+    if not config.uses_level2:
+        return 0
+    return sum(
+        count * seqs * math.prod(shape) * dtype.itemsize
+        for layer in recurrent.values()
+        for count, shape, dtype in own_states(layer, config.gamma + 1)
+    )
 
 
 def _itemsizes(vllm_config) -> tuple[int, int]:

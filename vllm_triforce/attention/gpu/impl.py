@@ -8,6 +8,7 @@ from vllm_triforce.attention.base import LayerOffload, metadata_of, replace_impl
 from vllm_triforce.attention.gpu.backends import backend_of, kernel_for, key_and_value
 from vllm_triforce.attention.gpu.paged_kernels import PagedKernel, PagedSequences, SparseSequences
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
+from vllm_triforce.config.budget import chunk_size
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl as ImplBase
@@ -83,7 +84,7 @@ class _RetrievalImpl(ImplBase):
         if not isinstance(sequences, SparseSequences):
             type(self).kernel(layer, self, query, keys, values, sequences, output)
             return output
-        blocks = OneHeadBlocks.of(keys, values)
+        blocks = OneHeadBlocks.of(keys, values, chunk_size(keys.shape[1]))
         heads, length = self.num_kv_heads, sequences.max_query_len
         shape = (len(query) * heads, self.num_heads // heads, self.head_size)
 

@@ -8,8 +8,9 @@ from vllm_triforce.attention.base import LayerSelection, RetrievalAttention
 from vllm_triforce.attention.gpu.backends import backend_of, key_and_value, supported_backends
 from vllm_triforce.attention.gpu.impl import attach
 from vllm_triforce.attention.gpu.paged_kernels import SparseSequences, UniformStarts
-from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
+from vllm_triforce.cache.one_head_blocks import ChunkIds, OneHeadBlocks
 from vllm_triforce.cache.summaries import QuantizedSummaries
+from vllm_triforce.config.budget import chunk_size
 from vllm_triforce.kernels.retrieval import KeyPointers, update_chunk_summaries
 from vllm_triforce.selection import Summary
 
@@ -24,6 +25,10 @@ class GPURetrievalAttention(RetrievalAttention):
         super().__init__(layers, builder, offloads)
         self._keys: KeyPointers | None = None
         self._starts = UniformStarts()
+
+    @staticmethod
+    def chunk_size(block_size: int) -> int:
+        return chunk_size(block_size)
 
     @staticmethod
     def can_retrieve(layer) -> bool:
@@ -46,11 +51,11 @@ class GPURetrievalAttention(RetrievalAttention):
     def attach(self, layer, index: int, offload=None) -> None:
         attach(layer, index, offload)
 
-    def head_strides(self) -> tuple[int, int]:
-        """Return the first layer's strides: all layers are laid out alike."""
+    def chunk_ids(self) -> ChunkIds:
+        """Return the first layer's: all layers are laid out alike."""
         first = self.layers[0]
-        blocks = OneHeadBlocks.of(*key_and_value(first.kv_cache, first.impl))
-        return blocks.per_block, blocks.per_head
+        keys, values = key_and_value(first.kv_cache, first.impl)
+        return OneHeadBlocks.of(keys, values, chunk_size(keys.shape[1])).ids
 
     def uniform(
         self,
@@ -61,7 +66,7 @@ class GPURetrievalAttention(RetrievalAttention):
         selection: LayerSelection | None = None,
     ) -> list[SparseSequences]:
         starts = self._starts(num_rows * self.num_kv_heads, query_len, seq_lens.device)
-        max_len = block_tables[0].shape[1] * self.layers[0].kv_cache.shape[2]
+        max_len = block_tables[0].shape[1] * chunk_size(self.layers[0].kv_cache.shape[2])
         schedules: dict = {}
         return [
             SparseSequences(
@@ -83,6 +88,6 @@ class GPURetrievalAttention(RetrievalAttention):
             keys = [key_and_value(layer.kv_cache, layer.impl)[0] for layer in layers]
             is_quantized = keys[0].dtype.itemsize == 1
             scales = [layer._k_scale_float if is_quantized else 1.0 for layer in layers]
-            self._keys = KeyPointers(keys, scales)
+            self._keys = KeyPointers(keys, scales, chunk_size(keys[0].shape[1]))
         for kind, kept in summaries.items():
             update_chunk_summaries(self._keys, kind, kept, tables, first, last, max_blocks)
