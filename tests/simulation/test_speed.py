@@ -85,6 +85,13 @@ def test_no_request_is_slower_than_it_may_be_for_its_neighbours(max_slowdown):
     assert bad >= 0.95 if max_slowdown < 1 else (good > 1.5 and bad < 0.95), (good, bad)
 
 
+def test_neighbors_gain_by_level_2_alone():
+    """Whatever level 1 drafts for them."""
+    others = Text(0.85, 0.2, lookup=0.1)
+    good, other = speeds_of_halves(MACHINES["gqa"], 8, 32_000, 0.05, others)
+    assert good > 1.5 and other > 1.05, (good, other)
+
+
 def test_rates_are_those_of_the_text():
     """Outcomes come late, and beside padding."""
     load = Closed(8, 32_000)

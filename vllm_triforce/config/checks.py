@@ -6,6 +6,7 @@ A refusal is a ``ValueError`` that names the setting, the reason and a remedy.
 import psutil
 from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 
+from vllm_triforce.config.budget import chunk_size
 from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.config.level2 import has_recurrent_layers
 from vllm_triforce.config.synthetic import SYNTHETIC
@@ -242,6 +243,12 @@ def check_offload(vllm_config, config: ResolvedConfig) -> None:
         raise ValueError(
             f"{setting} is not supported with kv_offloading_size={size:g}: that keeps KV of the "
             "prefix cache in host memory, where it already is. Use one of the two."
+        )
+    block_size = vllm_config.cache_config.block_size
+    if chunk_size(block_size) != block_size:
+        raise ValueError(
+            f"{setting} is not supported with --block-size {block_size}: level 2 splits such "
+            "blocks into chunks, and its pool holds whole blocks. Use 128 at most."
         )
     if vllm_config.parallel_config.use_ubatching:
         raise ValueError(
