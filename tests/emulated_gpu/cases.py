@@ -77,7 +77,7 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """That a request asks for at most. Triton's kernels of attention and of gated delta nets take
+        """That a request asks for at most. Triton's kernels of attention and gated delta nets take
         their time in the interpreter."""
         return 8 if self.backend == "TRITON_ATTN" or self.recurrent else 14
 
