@@ -7,7 +7,7 @@ KV block is several chunks, so that a chunk can be retrieved without its neighbo
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ class ChunkIds(NamedTuple):
     per_part: int = 0
     split: int = 1  # chunks of a KV block
 
-    def of(self, chunks: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    def of(self, chunks: Any, heads: Any) -> Any:  # numbers, or tensors of integers
         ids = chunks // self.split * self.per_block + chunks % self.split * self.per_part
         return ids + heads * self.per_head
 
@@ -66,8 +66,7 @@ class OneHeadBlocks:
         part_stride = block_size // split * token_stride * (split > 1)
         unit = math.gcd(block_stride, head_stride, part_stride)
         ids = ChunkIds(block_stride // unit, head_stride // unit, part_stride // unit, split)
-        last_chunk = torch.tensor(num_blocks * split - 1)
-        count = int(ids.of(last_chunk, torch.tensor(num_heads - 1))) + 1
+        count = ids.of(num_blocks * split - 1, num_heads - 1) + 1
 
         def view(cache: torch.Tensor) -> torch.Tensor:
             # The stride of the only head is not used, but kernels with TMA require alignment.
