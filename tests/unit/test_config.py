@@ -49,6 +49,8 @@ def test_where_shapes_are_fixed_gamma_is_not_chosen():
     assert filled.resolve(16).sources == ("draft_model", "prompt_lookup")
     alone = TriForceConfig().with_defaults(can_adapt=True, has_fixed_shapes=True)
     assert alone.gamma == 4, "drafts that cost nothing"
+    head = TriForceConfig().with_defaults(True, "head", has_fixed_shapes=True, is_head=True)
+    assert head.gamma == 3
     off = TriForceConfig(adaptive=False).with_defaults(can_adapt=True, has_fixed_shapes=True)
     assert off.gamma == 2
     given = TriForceConfig(gamma=3, num_speculative_tokens=5)

@@ -65,8 +65,8 @@ class Keys:
         None,
         _PROPOSAL,
         "Tokens that level 1 drafts for each pass of level 2 (the paper's gamma 1). Chosen: up to "
-        "4. Without the controller: 2. On Runner V2 fixed at start: 2, or 4 where level 2 has "
-        "prompt lookup alone",
+        "4. Without the controller: 2. On Runner V2 fixed at start: 2, with a head 3, or 4 where "
+        "level 2 has prompt lookup alone",
         unit="tokens",
         low=1,
         high=MAX_NUM_SPECULATIVE_TOKENS,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_triforce.config.check_draft import has_alibi
-from vllm_triforce.config.keys import KEYS
+from vllm_triforce.config.keys import FIXED_GAMMA, KEYS
 from vllm_triforce.config.triforce_config import TriForceConfig
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -243,8 +243,11 @@ def limit_states(filled: TriForceConfig, given: TriForceConfig, model_config) ->
     if not has_recurrent_layers(model_config):
         return filled
     length, seqs = filled.num_speculative_tokens, filled.max_speculating_seqs
+    gamma = filled.gamma if given.gamma is not None else min(filled.gamma, FIXED_GAMMA)
     if given.num_speculative_tokens is None:
         length = min(filled.num_speculative_tokens, _MAX_STATES)
     if seqs is None and "2" in filled.levels:
         seqs = _MAX_SEQS
-    return dataclasses.replace(filled, num_speculative_tokens=length, max_speculating_seqs=seqs)
+    return dataclasses.replace(
+        filled, num_speculative_tokens=length, gamma=gamma, max_speculating_seqs=seqs
+    )
