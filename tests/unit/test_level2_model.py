@@ -200,6 +200,6 @@ def test_proposals_are_short_where_each_token_has_a_state():
     assert limited.adaptive_keys == filled.adaptive_keys
     # Level 2 has states of its own for each request that speculates.
     assert limited.resolve(32).max_speculating_seqs == 8
-    given = TriForceConfig(num_speculative_tokens=6, max_speculating_seqs=16)
+    given = TriForceConfig(num_speculative_tokens=6, gamma=3, max_speculating_seqs=16)
     filled = given.with_defaults(can_adapt=True, has_fixed_shapes=True)
     assert limit_states(filled, given, hybrid) == filled
