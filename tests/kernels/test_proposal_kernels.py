@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import counted, distributions, integers, new_counters, some_rows
@@ -59,79 +58,26 @@ def test_a_nan_ends_the_proposal(wrong):
     assert counted(counters) == {DeviceCounter.NUM_NAN_REQUESTS: 1}
 
 
-MAX_REQS, NUM_SLOTS, PLACES, VOCAB = 12, 4, 3, 50
-
-
-@pytest.mark.parametrize("block", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_are_those_of_a_table_of_all_requests(seed, block):
-    """Compare with vLLM's own test of a table by state, and -1 for missing drafts."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def some(*shape):
-        return torch.randn(shape, generator=draw).to(DEVICE)
-
-    states = torch.randperm(MAX_REQS, generator=draw)[:7]
-    temperature = torch.tensor([0.0, 0.7, 1.0, 1.3])[
-        torch.randint(4, (MAX_REQS,), generator=draw)
-    ].to(DEVICE)
-    seeds = torch.arange(MAX_REQS, dtype=torch.int64, device=DEVICE) * 7919 + seed
-    handed_up = DraftLogits(some(NUM_SLOTS, PLACES, VOCAB), MAX_REQS)
-    by_state = torch.full((MAX_REQS, PLACES, VOCAB), torch.nan, device=DEVICE)
-    proposed = [0] * MAX_REQS
-    # More have had a slot than there are: the earlier owners' distributions are gone.
-    for turn, state in enumerate(states[:6].tolist()):
-        slot, length = turn % NUM_SLOTS, int(torch.randint(PLACES + 1, (1,), generator=draw))
-        handed_up.slot_of_state[state], handed_up.state_of_slot[slot] = slot, state
-        handed_up.num_proposed[state] = length
-        proposed[state] = length if turn + NUM_SLOTS >= 6 else 0
-        by_state[state, : proposed[state]] = handed_up.logits[slot, : proposed[state]]
-    for slot, state in enumerate(handed_up.state_of_slot.tolist()):
-        handed_up.logits[slot, proposed[state] :] = torch.nan  # shows where it is read
-    num_drafts = [int(n) for n in torch.randint(PLACES + 1, (7,), generator=draw)]
-    owners, places, tokens, tested = [], [], [], []
-    for state, drafts in zip(states.tolist(), num_drafts):
-        for place in range(drafts + 1):
-            token = int(torch.randint(VOCAB, (1,), generator=draw))
-            owners.append(state)
-            places.append(place)
-            tokens.append(token)
-            tested.append(token if place <= proposed[state] else -1)
-    starts = torch.tensor([0, *num_drafts]) + torch.tensor([0] + [1] * 7)
-    starts = integers(starts.cumsum(0).tolist())
-    target, pos = some(len(owners), VOCAB), integers([p + 10 for p in places])
-    stock = by_state.nan_to_num()
-
-    def outcome(logits, drafted, states, owners, places, temperature, seeds):
-        sampled, number = rejection_sample(
-            target,
-            logits,
-            drafted,
-            starts,
-            pos,
-            states,
-            owners,
-            places,
-            temperature,
-            seeds,
-            PLACES,
-            use_block_verification=block,
-        )
-        return [row[:n] for row, n in zip(sampled.tolist(), number.tolist())]
-
-    owners, places = integers(owners), integers(places)
-    expected = outcome(
-        stock, integers(tested), integers(states.tolist()), owners, places, temperature, seeds
+def test_rows_of_level_3s_test_have_their_own_requests_distributions():
+    """Of four requests with two slots: sampled, with two of three tokens proposed; one whose slot
+    is another's by now; a greedy one; and one that never had a slot."""
+    num_slots, num_places = 2, 3
+    handed_up = DraftLogits(torch.zeros(num_slots, num_places, 50, device=DEVICE), 4)
+    handed_up.num_proposed.copy_(integers([2, 3, 1, 0]))
+    handed_up.slot_of_state.copy_(integers([1, 0, 0, 0]))
+    handed_up.state_of_slot.copy_(integers([2, 0]))
+    temperature = torch.tensor([1.0, 0.5, 0.0, 1.5], device=DEVICE)
+    rows = level3_test_rows(
+        handed_up,
+        integers([0, 0, 0, 0, 1, 1, 2, 2, 2, 3]),
+        integers([0, 1, 2, 3, 0, 1, 0, 1, 2, 0]),
+        integers(range(10, 20)),
+        temperature,
+        integers([50, 51, 52, 53], torch.int64),
     )
-    rows = level3_test_rows(handed_up, owners, places, integers(tokens), temperature, seeds)
-    found = outcome(
-        handed_up.logits,
-        rows.draft_tokens,
-        rows.owners[starts[:-1]],
-        rows.owners,
-        rows.places,
-        rows.temperature,
-        rows.seeds,
-    )
-    assert found == expected
-    assert rows.draft_tokens.tolist() == tested
+    assert rows.owners.tolist() == [1] * 4 + [num_slots + 1] * 2 + [0] * 3 + [num_slots + 3]
+    unread = num_places
+    assert rows.places.tolist() == [0, 1, unread, unread, unread, unread, 0, 1, 2, unread]
+    assert rows.draft_tokens.tolist() == [10, 11, 12, -1, 14, -1, 16, 17, -1, 19]
+    assert rows.temperature.tolist() == [0.0, 1.0, *temperature.tolist()]
+    assert rows.seeds.tolist() == [52, 50, 50, 51, 52, 53]
