@@ -7,9 +7,6 @@ from tests.kernels import oracles
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import VOCAB_SIZE, counted, init_rows, integers, new_counters
 from vllm_triforce.config.budget import RetrievalBudget
-from vllm_triforce.core.limits import room_for_proposal
-from vllm_triforce.kernels import counters as counter_places
-from vllm_triforce.kernels import row_table
 from vllm_triforce.kernels.pass_inputs import (
     PassInputs,
     WindowLayout,
@@ -28,7 +25,6 @@ from vllm_triforce.kernels.row_table import (
     Owner,
     RowColumn,
     SlotColumn,
-    StateColumn,
     stack_columns,
 )
 from vllm_triforce.kernels.rows import RowLimits, Rows, SamplingParameters
@@ -90,26 +86,6 @@ def test_rows_are_drawn_for_as_their_requests_ask():
     assert rows.count.item() == 3
 
 
-@pytest.mark.parametrize(
-    "module, names",
-    [
-        (row_table, RowColumn),
-        (row_table, StateColumn),
-        (row_table, SlotColumn),
-        (row_table, OutcomeColumn),
-        (row_table, Owner),
-        (counter_places, DeviceCounter),
-    ],
-)
-def test_kernels_have_the_hosts_names(module, names):
-    for member in names:
-        assert getattr(module, member.name).value == member
-
-
-def test_the_row_table_has_no_gaps():
-    assert [*RowColumn, *StateColumn, *SlotColumn] == list(range(row_table.NUM_ROW_COLUMNS))
-
-
 def test_rows_begin_after_the_full_pass():
     rows = begun()
     assert rows.computed.tolist() == [603, 107, 99, 0, 0]
@@ -142,45 +118,11 @@ def test_rows_that_level_2_takes_no_part_in_need_no_selection():
     assert rows.table[:, SlotColumn.SUMMARIZED].tolist() == [6, 30, 0, 5, 0], "what is kept stays"
 
 
-NUM_TOKENS, NUM_ROWS = 6, 64
-
-
-@pytest.mark.parametrize("min_context", [0, 40, 300])
-def test_room_is_the_hosts(min_context):
-    """One rule serves both runners."""
-    draw = torch.Generator().manual_seed(min_context)
-
-    def numbers(low: int, high: int) -> torch.Tensor:
-        return torch.randint(low, high, (NUM_ROWS,), generator=draw)
-
-    computed = numbers(NUM_TOKENS, 600)
-    reserved = (computed + numbers(0, 3 * BLOCK_SIZE)) // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
-    limits = computed + numbers(0, 20)
-    most = numbers(1, NUM_TOKENS + 1)
-    bounds = RowLimits(min_context, BLOCK_SIZE, RetrievalBudget(6, 6, recent=2), width=100)
-    rows = Rows(NUM_ROWS, NUM_TOKENS, 2, VOCAB_SIZE, bounds, DEVICE)
-    init_rows(
-        rows,
-        computed.tolist(),
-        RESERVED=reserved.tolist(),
-        LIMIT=limits.tolist(),
-        MAX_TOKENS=most.tolist(),
-    )
-    wanted = [
-        max(0, room_for_proposal(n, asked, r, limit, min_context))
-        for n, asked, r, limit in zip(
-            computed.tolist(), most.tolist(), reserved.tolist(), limits.tolist()
-        )
-    ]
-    assert rows.room.tolist() == wanted
-    assert 0 in wanted and NUM_TOKENS in wanted and len(set(wanted)) > 4
-
-
 @pytest.mark.parametrize("budget", [RetrievalBudget(6, 20, 2), RetrievalBudget(8, 8, 3)])
 def test_the_budget_is_the_hosts(budget):
     contexts = [40, 61, 96, 161, 310]
     bounds = RowLimits(0, BLOCK_SIZE, budget, width=1000)
-    rows = Rows(5, NUM_TOKENS, 2, VOCAB_SIZE, bounds, DEVICE)
+    rows = Rows(5, 6, 2, VOCAB_SIZE, bounds, DEVICE)
     init_rows(rows, [count * BLOCK_SIZE + 3 for count in contexts])
     wanted = [
         min(max(0, count - budget.recent), budget.of(count) - budget.recent) for count in contexts
