@@ -64,14 +64,6 @@ def test_full_passes_keep_the_newest_of_each_slot(states):
         assert torch.equal(found, torch.stack([expected[slot, p] for p in kept]))
 
 
-def test_nothing_is_launched_where_no_request_has_a_slot(rows):
-    fused = []
-    states = HiddenStatesV2(fused.append, rows, CAPACITY, HIDDEN, torch.float32, DEVICE)
-    before = states.ring.clone()
-    states.add_full_pass(random_aux(2, 0), torch.arange(2), np.array([1, 1]), np.array([-1, -1]))
-    assert not fused and torch.equal(states.ring, before)
-
-
 def test_gathers_the_states_before_the_newest_tokens(states, rows):
     """Rows of other slots, tokens of a proposal, and a padding row that is left alone."""
     draw = torch.Generator().manual_seed(0)

@@ -1,10 +1,7 @@
 """Promise: what tokens are drawn by is as fine as their probabilities, and serves one proposal."""
 
 import torch
-from vllm import SamplingParams
 from vllm.triton_utils import tl, triton
-from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from tests.kernels.device import DEVICE
 from tests.kernels.noise_probe import probe
@@ -79,20 +76,3 @@ def test_no_two_proposals_draw_by_the_same_numbers():
     for first, again, later, beside in found:
         assert torch.equal(first, again)
         assert not torch.equal(first, later) and not torch.equal(first, beside)
-
-
-def noise_of(data_parallel_index: int) -> tuple[torch.Tensor, ...]:
-    """Return the noise of the first two requests of an engine with seed 0."""
-    set_random_seed(0, data_parallel_index)  # as vLLM's worker does
-    states = SamplingStates(2, 100)
-    for row in range(2):
-        states.add_request(row, SamplingParams(temperature=1.0))
-    places = torch.tensor([7, 7], dtype=torch.int32, device=DEVICE)
-    return probe(torch.from_numpy(states.seeds.np).to(DEVICE), places, places, 19)
-
-
-def test_replicas_draw_apart_and_ranks_alike():
-    first, rank, replica = noise_of(0), noise_of(0), noise_of(1)
-    for own, same, other in zip(first, rank, replica):
-        assert torch.equal(own, same)
-        assert not torch.equal(own, other) and not torch.equal(own[0], own[1])

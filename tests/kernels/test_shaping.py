@@ -138,23 +138,6 @@ def test_logits_are_shaped_as_behind_the_same_tokens_in_a_full_pass(
     assert torch.equal(shaped[of_nothing], before[of_nothing].float()), "who asked for nothing"
 
 
-def test_words_end_behind_known_proposed_and_drafted_tokens(made):
-    """The words that the test above needs are found."""
-    _, shaping, _ = made
-    shaping.begin()
-    shaped = shaping.apply(torch.zeros(NUM_ROWS * (GAMMA + 1), VOCAB_SIZE, device=DEVICE), 0)
-    ends = shaped.view(NUM_ROWS, GAMMA + 1, VOCAB_SIZE) == -torch.inf
-    of_state_3 = [ends[0, place].nonzero().flatten().tolist() for place in range(GAMMA + 1)]
-    # Behind 5, 7: "5 7 8" and "7 8". Behind 5, 7, 7: "7 8".
-    assert of_state_3 == [[], [8], [8], []]
-    of_state_1 = ends[1]
-    # 9 is a word by itself; "1 2 3" behind 1 (proposed) and 2 (drafted), "2 4" too; "31 7".
-    assert of_state_1[:, 9].all()
-    assert of_state_1[:, 3].tolist() == [False, True, False, False]
-    assert of_state_1[:, 4].tolist() == [False, True, False, False]
-    assert of_state_1[:, 7].tolist() == [False, False, True, False]
-
-
 def test_a_word_does_not_begin_in_the_prompt(made):
     """The output "1" begins "1 2 3" only if the prompt's "2" does not count."""
     rows, shaping, of_vllm = made
