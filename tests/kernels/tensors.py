@@ -95,7 +95,6 @@ def verify(
     target: torch.Tensor,  # [num_rows, gamma + 1, vocab_size], logits
     temperature: torch.Tensor | None,  # [num_rows]; None if all rows are greedy
     draft: torch.Tensor | None = None,  # [num_rows, gamma, vocab_size], logits; None: certain
-    *rate: float,
 ) -> torch.Tensor:
     """Verify the rows' drafts; return the counters."""
     counters = new_counters()
@@ -105,6 +104,5 @@ def verify(
         None if draft is None or temperature is None else distributions(draft, temperature),
         ExponentialSampler(len(target), target.shape[-1], DEVICE),
         counters,
-        *rate,
     )
     return counters

@@ -6,38 +6,12 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sam
 
 from tests.calibration import assert_rate
 from tests.kernels.device import DEVICE
-from tests.kernels.tensors import some_rows, verify
-from vllm_triforce.kernels.row_table import OutcomeColumn
+from tests.kernels.tensors import some_rows
 from vllm_triforce.kernels.synthetic import ACCEPT_ALL, SyntheticTest
 
 NUM_ROWS, VOCAB = 400, 11
 # Seeds that are near each other, as a user's may be.
 SEEDS = torch.arange(NUM_ROWS)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.35, 0.75, 1.0])
-@pytest.mark.parametrize("all_greedy", [True, False])
-def test_level_2_accepts_at_the_rate(rate, all_greedy):
-    """Drafts are what level 2 would never say, or always: row by row."""
-    gamma, temperature = 3, torch.tensor([0.0, 1.0] * (NUM_ROWS // 2))
-    target = torch.full((NUM_ROWS, gamma + 1, VOCAB), -30.0)
-    target[..., 4] = 30.0
-    rows = some_rows(
-        NUM_ROWS,
-        gamma,
-        drafted=torch.tensor([[4], [7]] * (NUM_ROWS // 2)).expand(-1, gamma),
-        num_drafted=gamma,
-        room=6,
-        computed=300,
-        temperature=torch.zeros(NUM_ROWS) if all_greedy else temperature,
-        seeds=SEEDS,
-    )
-    draft = torch.zeros(NUM_ROWS, gamma, VOCAB)
-    verify(rows, target, None if all_greedy else temperature, draft, rate)
-    outcomes = rows.outcomes[:NUM_ROWS].sum(0).tolist()
-    accepted = outcomes[OutcomeColumn.LEVEL1_ACCEPTED]
-    assert_rate(accepted, accepted + outcomes[OutcomeColumn.LEVEL1_REJECTED], rate)
-    assert rows.num_emitted[:NUM_ROWS].tolist() == (rows.num_accepted[:NUM_ROWS] + 1).tolist()
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
