@@ -102,26 +102,6 @@ def test_verification(vocab_size, gamma, certain):
         assert 0 < accepted < drafts, "the cases must contain both outcomes"
 
 
-@pytest.mark.parametrize("vocab_size", [19, 5000])
-def test_all_greedy_batches_need_no_distributions(vocab_size):
-    best = torch.tensor([[4, 5, 6], [1, 2, 3], [7, 8, 9]])
-    rows = some_rows(
-        3,
-        gamma=2,
-        length=[0, 3, 5],
-        room=6,
-        drafted=[[4, 5], [1, 9], [9, 9]],
-        num_drafted=[2, 2, 0],
-    )
-    verify(rows, torch.nn.functional.one_hot(best, vocab_size).float(), None)
-    assert rows.num_emitted[:3].tolist() == [3, 2, 1]
-    assert rows.proposal[:3].tolist() == [
-        [4, 5, 6, 0, 0, 0],
-        [0, 0, 0, 1, 2, 0],
-        [0, 0, 0, 0, 0, 7],
-    ]
-
-
 @pytest.mark.parametrize("vocab_size", [3, 5000])
 def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
     num_rows, gamma = 12, 2
@@ -281,17 +261,3 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
         expected[4, 0:2, 3] = 0
     expected[2, 5] = target[2, 0]
     assert torch.equal(handed_up.logits, expected), "a greedy row hands up none"
-
-
-def test_looked_up_tokens_are_exported_as_one_hot():
-    """Rows of prompt lookup have no logits."""
-    handed_up = DraftLogits(torch.full((3, 4, 5000), -3.0, device=DEVICE), 9)
-    rows = some_rows(2, gamma=2, num_speculative_tokens=4, length=[3, 2], num_emitted=[2, 2])
-    rows.proposal[:2] = integers([[7, 8, 4999, 7], [1, 1, 1, 1]], torch.int64)
-    rows.row_metadata[:2, RowColumn.SLOT] = integers([2, 0])
-    rows.temperature[0] = 1
-    export_distributions(handed_up, rows, None)
-    expected = torch.full((3, 4, 5000), -3.0, device=DEVICE)
-    expected[2, 1:3] = -torch.inf
-    expected[2, 1, 8] = expected[2, 2, 4999] = 0
-    assert torch.equal(handed_up.logits, expected)
