@@ -9,13 +9,13 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm import _custom_ops as ops
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens, generate
-from tests.inside import controller_of, scheduler_of, worker_of
+from tests.inside import controller_of, drive, scheduler_of, worker_of
 from tests.joint import SETTINGS, asked_joint, exact, models, prompt, pvalue, sample
 from tests.outputs import run
 from tests.parity.cases import TWELVE
@@ -140,14 +140,20 @@ def test_random_decisions_greedy(engines, pair, with_draft, temperature, seed, t
 
 
 @pytest.mark.parametrize(
-    "setting, has_length",
-    [("T=1", True), ("T=1", False), pytest.param("T=0.6", True, marks=pytest.mark.thorough)],
+    "setting, has_length, levels",
+    [
+        ("T=1", True, "1,2,3"),
+        ("T=1", False, "1,2,3"),
+        ("T=1", False, "1,3"),
+        pytest.param("T=0.6", True, "1,2,3", marks=pytest.mark.thorough),
+    ],
 )
-def test_random_decisions_sampled(engines, models, prompt, exact, setting, has_length):
+def test_random_decisions_sampled(engines, models, prompt, exact, setting, has_length, levels):
     """The exact joint distribution of two tokens, as in tests/joint.py. Without a given length the
     next token's distribution ends a draft."""
     window = {name: TWELVE[name] for name in TWELVE if has_length or "speculative" not in name}
-    keys = triforce(model=models["draft"], adaptive=True, **window)
+    keys = triforce(model=models["draft"], adaptive=True, levels=levels)
+    keys |= window if levels == "1,2,3" else {}
     llm = engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)
     before = counters_of(llm)
     with rolled(llm, seed=7 if has_length else 8) as dice:
@@ -158,36 +164,6 @@ def test_random_decisions_sampled(engines, models, prompt, exact, setting, has_l
     ends = ("draft goes on", "draft ends")
     assert all(count > 10 for count in dice.decided.values()), dice.decided
     assert has_length or all(dice.decided[name] > 50 for name in ends), dice.decided
-
-
-def test_random_decisions_without_level2(engines, models, prompt, exact):
-    """Greedy requests beside sampled ones, from the draft and prompt lookup, straight to the full
-    pass."""
-    keys = triforce(model=models["draft"], adaptive=True, levels="1,3")
-    llm = engines.get(models["target"], keys, max_model_len=512, max_num_seqs=64)
-    with rolled(llm, seed=9) as dice:
-        samples = sample(llm, prompt, **SETTINGS["T=1"])
-    assert pvalue(samples, asked_joint(exact, prompt, SETTINGS["T=1"])) > 1e-4
-    names = {source.name for source in controller_of(llm).sources}
-    assert names == {"draft_model", "prompt_lookup"}
-    assert all(dice.decided[name] > 10 for name in names), dice.decided
-
-
-def test_a_draft_that_nobody_asks_keeps_steps_comparable(engines, pair, monkeypatch, text):
-    """What a proposal was expected to take is forgotten where it has to read what it will not read
-    again: with the request's first one by level 2, and not for a window that the draft has not read
-    since nobody asks it."""
-    keys = triforce(model=pair["draft"], retrieval_budget=256, adaptive=True, gamma=None)
-    llm = engines.get(pair["target"], keys)
-    controller, forgotten = controller_of(llm), []
-    choices = lambda found, *_: [Choice(HIERARCHICAL, min(3, c.max_tokens)) for c in found]  # noqa: E731
-    monkeypatch.setattr(controller, "choose", choices)
-    monkeypatch.setattr(controller, "choose_draft", lambda *_: (None, 0))
-    monkeypatch.setattr(controller, "forget_plan", lambda: forgotten.append(1))
-    before = counters_of(llm)
-    generate(llm, [text[:600]], max_tokens=48)
-    assert counters_of(llm).since(before).num_proposals > 5
-    assert len(forgotten) == 1
 
 
 def test_its_own_decisions(engines, pair, text):
@@ -202,39 +178,29 @@ def test_its_own_decisions(engines, pair, text):
     assert counters_of(llm).since(before).num_level2_accepted > 0
 
 
-def test_a_greedy_request_with_a_seed_is_chosen_for(engines, pair, monkeypatch, text):
-    """It draws nothing that a seed could keep: alone and beside others it is as one without."""
+def test_greedy_requests_have_no_seed_and_those_with_a_grammar_may_be_sampled(
+    engines, pair, monkeypatch, text
+):
+    """To the controller: a greedy request draws nothing that a seed could keep, and what is drafted
+    for a sampled one with a grammar is certain, but accepted as seldom as sampled tokens are."""
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 1024}
-    llm, stock = engines.get(pair["target"], keys), engines.get(pair["target"])
-    controller, candidates = controller_of(llm), []
-    choose = controller.choose
-
-    def chosen(found, num_plain=0):
-        candidates.extend(found)
-        return choose(found, num_plain)
-
-    monkeypatch.setattr(controller, "choose", chosen)
+    llm = engines.get(pair["target"], keys)
     # No request may wait until a decision is paid for: some end before that.
     monkeypatch.setattr(CostModel, "decision_s", property(lambda _: 0.0, lambda *_: None))
-    asked = [(0, 48, 1), (0, 48, 2), (0, 20, 1), (1.0, 30, 3), (0, 48, None), (0.7, 20, 3)]
-    asked += [(0, 48, 2**31), (0, 12, 0)]
-    prompts = [text[97 * i :][: 250 + 130 * i] for i in range(len(asked))]
-    params = [
-        SamplingParams(temperature=t, max_tokens=m, seed=s, ignore_eos=True, detokenize=False)
-        for t, m, s in asked
-    ]
-    wanted = generate(stock, prompts, max_tokens=48)
-    outputs = run(llm, prompts, params) + run(llm, prompts[:1], params[:1])
-    for i, output in zip([*range(len(asked)), 0], outputs):
-        temperature, count, _ = asked[i]
-        if not temperature:
-            found = list(output.outputs[0].token_ids)
-            assert_same_tokens(stock, prompts[i], wanted[i][:count], found)
-    drawing = [i for i, (temperature, _, _) in enumerate(asked) if temperature]
-    number = {output.request_id: i for i, output in enumerate(outputs[:-1])}
-    number[outputs[-1].request_id] = 0
-    found = {number[c.request_id.split("-")[0]]: c.has_seed for c in candidates}
-    assert found == {i: i in drawing for i in range(len(asked))}
+    grammar = StructuredOutputsParams(regex="[ a-m]{30,}")
+    asked = {
+        "greedy": SamplingParams(temperature=0, seed=1, max_tokens=20, ignore_eos=True),
+        "sampled": SamplingParams(temperature=0.7, seed=3, max_tokens=20, ignore_eos=True),
+        "grammar": SamplingParams(temperature=1.0, max_tokens=20, structured_outputs=grammar),
+    }
+    with watch(controller_of(llm), "choose") as calls:
+        drive(llm, {0: [(name, text[:300], params) for name, params in asked.items()]})
+    found = {
+        (its.request_id.split("-")[0], its.is_greedy, its.has_seed)
+        for (candidates, *_), _ in calls
+        for its in candidates
+    }
+    assert found == {("greedy", True, False), ("sampled", False, True), ("grammar", False, False)}
 
 
 def test_plain_steps_are_timed(engines, pair, text):
@@ -255,30 +221,6 @@ def test_plain_steps_are_timed(engines, pair, text):
     measured.overheads = before.overheads
 
 
-def test_the_step_that_verifies_before_a_rest_is_timed(engines, pair, text):
-    """A trial is verified in the step whose decision is to rest; its costs are learnt from that."""
-    keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 256}
-    llm = engines.get(pair["target"], keys)
-    controller = controller_of(llm)
-    decisions, seen = [], []
-
-    def once(candidates, num_plain=0):
-        decisions.append(candidates)
-        for candidate in candidates:
-            controller.acceptance.of(candidate.request_id, candidate.is_greedy)
-        if len(decisions) % 2:
-            return [Choice("draft_model", 4, 0)] * len(candidates)
-        controller.backoff.begin(6)
-        return [PLAIN] * len(candidates)
-
-    def note(step, planned):
-        seen.append(step.num_drafts > 0)
-
-    with replaced(controller, "choose", once), replaced(controller, "observe_step", note):
-        generate(llm, [text[:400]], max_tokens=60)
-    assert sum(seen) > 2
-
-
 def test_steps_without_speculation_are_stocks(engines, pair, text):
     """At rest the runner is told of no speculation at all, and is told again afterwards."""
     keys = triforce(model=pair["draft"], retrieval_budget=256) | {"min_context": 500}
@@ -297,29 +239,6 @@ def test_steps_without_speculation_are_stocks(engines, pair, text):
         generate(llm, [text[:490]], max_tokens=40)
     # From 500 tokens on only the last, which has nothing to propose.
     assert any(seen[:11]) and not any(seen[11:-1])
-
-
-def test_plain_steps_sample_what_stock_samples(engines, pair, text):
-    """With the same random numbers the same tokens."""
-    keys = triforce(model=pair["draft"], retrieval_budget=256) | {"min_context": 500}
-    prompts = [{"prompt_token_ids": text[i * 100 : i * 150 + 100]} for i in range(6)]
-    params = [
-        SamplingParams(
-            temperature=(0.3, 0.8, 1.2)[i % 3],
-            top_p=(0.5, 0.9, 1.0)[i // 2],
-            top_k=(0, 20)[i % 2],
-            max_tokens=40 + i,
-            ignore_eos=True,
-        )
-        for i in range(6)
-    ]
-    found = []
-    for spec in (None, keys):
-        llm = engines.get(pair["target"], spec)
-        torch.manual_seed(7)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        found.append([list(output.outputs[0].token_ids) for output in outputs])
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

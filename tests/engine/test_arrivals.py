@@ -1,14 +1,11 @@
 """Promise: requests that come and go neither cost the others anything nor change what they get."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput
 
 from tests.conftest import triforce
 from tests.engine.test_scheduling import greedy
@@ -17,9 +14,7 @@ from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run
 from tests.parity.disturbing import watch
 from vllm_triforce.controller import exploration as exploration_module
-from vllm_triforce.controller.exploration import SpeculationBackoff
 from vllm_triforce.controller.planner import Plan
-from vllm_triforce.runner_v1.plain_steps import PlainSteps
 from vllm_triforce.scheduler.placeholders import drop_placeholder_rows
 
 pytestmark = pytest.mark.engine
@@ -154,22 +149,6 @@ def test_a_cached_prompt_fits_a_small_step(engines, pair, stock, text):
     assert_same_outputs(stock, run(stock, [prompt] * 2, [params] * 2), [first, again])
 
 
-def test_a_sampled_request_with_a_grammar_is_no_greedy_one_to_the_controller(llm, text):
-    """What it drafts is certain, but accepted as seldom as sampled tokens are."""
-    controller, seen = controller_of(llm), []
-    choose = controller.choose
-    controller.choose = lambda candidates, *args: (
-        seen.extend(candidates) or choose(candidates, *args)
-    )
-    grammar = StructuredOutputsParams(regex="[ a-m]{30,}")
-    params = SamplingParams(temperature=1.0, max_tokens=20, structured_outputs=grammar)
-    try:
-        drive(llm, {0: [("grammar", text[:300], params)]})
-    finally:
-        del controller.choose
-    assert seen and not any(candidate.is_greedy for candidate in seen)
-
-
 def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     """Before that nobody could be decided for: a prompt of five chunks joins with its
     last, and one with a seed does not wait."""
@@ -199,56 +178,6 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     }
     drive(llm, arrivals)
     assert joined == [5, 9] and seeded == [9]
-
-
-def test_a_request_that_comes_back_is_not_kept_waiting():
-    """It had to wait a step, without notice: it joins again at once. Steps are timed from then on
-    where their requests stay the same."""
-    requests = {
-        name: SimpleNamespace(
-            req_id=name,
-            sampling_params=greedy(4),
-            prompt_token_ids=[1] * 900,
-            block_ids=(),
-            num_computed_tokens=0,
-        )
-        for name in ("short", "long")
-    }
-    joined, timed = [], []
-    controller = SimpleNamespace(
-        backoff=SpeculationBackoff(),
-        measured="some costs",
-        chooses=(),
-        requests_joined=lambda: joined.append(number),
-        take_plan=lambda: None,
-        observe_step=lambda *_: timed.append(number),
-    )
-    runner = SimpleNamespace(
-        speculative_config="ours",
-        execute_model=lambda step: "no tokens will be sampled",
-        sample_tokens=None,
-        _sample=None,
-        requests=requests,
-        input_batch=SimpleNamespace(all_greedy=True, block_table=SimpleNamespace(block_tables=[])),
-        device=torch.device("meta"),
-    )
-    PlainSteps(
-        runner,
-        controller,
-        on_new_blocks=len,
-        on_finished=list,
-    )
-    for number, names in enumerate((("short", "long"), ("short",), *[("short", "long")] * 3)):
-        step = SchedulerOutput.make_empty()
-        step.num_scheduled_tokens = dict.fromkeys(names, 2)
-        if number:
-            step.scheduled_spec_decode_tokens = {name: [7] for name in names}
-            step.scheduled_cached_reqs.req_ids = list(names)
-            step.scheduled_cached_reqs.num_computed_tokens = [100] * len(names)
-        else:
-            step.scheduled_new_reqs = list(requests.values())
-        runner.execute_model(step)
-    assert joined == [2] and timed == [4]
 
 
 def test_rows_of_a_grammar_follow_the_tokens_that_are_left():
