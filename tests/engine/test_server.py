@@ -286,50 +286,6 @@ def figures_of(counted: dict[str, float]) -> list[dict[str, float]]:
     return [dict(zip(names, (counted[f"{k[i]}_total"] for k in kinds))) for i in (0, 1)]
 
 
-ENDS = {
-    "max_tokens": lambda tokens, decode: {"max_tokens": 8},
-    "a stop token": lambda tokens, decode: {"stop_token_ids": [tokens[7]]},
-    "a stop string": lambda tokens, decode: {"stop": [decode(tokens[7:9])]},
-    "the end of text": lambda tokens, decode: {"ignore_eos": False, "logit_bias": {2: 14}},
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_counters_where_an_answer_ends_inside_an_accepted_run(server, client, stock, text, end):
-    """vLLM's figures, TriForce's and each answer's are one sum, with what is accepted behind an
-    end; what an answer has, and what vLLM counts as generated, is without it, but for stop strings
-    (patches/README.md)."""
-    prompts = [text[i * 300 : i * 300 + 300] for i in range(8)]
-    before, answers, decode = settled(server), [], stock.get_tokenizer().decode
-    for prompt, tokens in zip(prompts, generate(stock, prompts)):
-        more = IDS | ENDS[end](tokens, decode)
-        kept = GREEDY | {name: more.pop(name) for name in ("max_tokens", "stop") if name in more}
-        answers.append(client.completions.create(prompt=prompt, extra_body=more, **kept))
-    counted = change(before, settled(server))
-    spec = [answer.metrics["speculative_decoding"] for answer in answers]
-    vllms, ours = figures_of(counted)
-    # The step behind the one whose stop string the front finds may be over before it says so.
-    later = {name: vllms[name] - sum(one[name] for one in spec) for name in vllms}
-    most_later = len(spec) if end == "a stop string" else 0
-    assert vllms == ours and 0 <= later["num_spec_steps"] <= most_later, (ours, later)
-    # A proposal near max_tokens is shorter than the others.
-    assert later["num_spec_steps"] <= later["num_draft_tokens"] <= 6 * later["num_spec_steps"]
-    got = [answer.usage.completion_tokens for answer in answers]
-    made = [1 + one["num_spec_steps"] + one["num_accepted_draft_tokens"] for one in spec]
-    behind = [its - own for its, own in zip(made, got)]
-    if end == "max_tokens":  # proposals end before it; a last token may be decoded plainly
-        assert all(-1 <= surplus <= 0 for surplus in behind), behind
-    else:
-        assert all(0 <= surplus <= 6 for surplus in behind) and any(behind), behind
-    reported = sum(got)
-    if end == "a stop string":
-        reported = sum(made) + later["num_spec_steps"] + later["num_accepted_draft_tokens"]
-    assert counted["vllm:generation_tokens_total"] == reported
-    assert counted["vllm:request_generation_tokens_sum"] == sum(
-        made if end == "a stop string" else got
-    )
-
-
 def test_metrics_have_vllms_labels_and_types(server):
     with urllib.request.urlopen(f"{server.address}/metrics", timeout=30) as response:
         page = response.read().decode()
