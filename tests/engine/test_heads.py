@@ -102,12 +102,3 @@ def test_mtp_logits_are_those_of_its_layer(engines, text, tmp_path):
     context, drafts, found = first_drafts(llm, text[:60])
     for logits, expected in zip(found, mtp_logits(target, context, drafts), strict=True):
         assert (logits - expected).abs().max() < 1e-3 * expected.abs().max()
-
-
-def test_states_are_forgotten_with_their_requests(engines, pair, text, heads):
-    keys = triforce(model=heads[VOCAB], levels="1,3", num_speculative_tokens=STEPS)
-    llm = engines.get(pair["target"], keys)
-    source = built(llm).speculator.level1.sources["head"]
-    generate(llm, [text[:50]], max_tokens=4)
-    generate(llm, [text[:50]], max_tokens=4)
-    assert source.num_requests <= 1, "the last request is forgotten with the next step"

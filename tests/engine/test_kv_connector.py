@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 from vllm.distributed import kv_transfer
-from vllm.model_executor.layers.attention import kv_transfer_utils
 
 from tests.conftest import triforce
 from tests.engine.test_scheduling import greedy
@@ -15,19 +14,11 @@ from tests.models import make_head
 from tests.outputs import assert_same_outputs, run, speculating
 from tests.parity.disturbing import watch
 from vllm_triforce.metrics.report import counters_of
-from vllm_triforce.vllm_patches.stock_behavior import hidden_kv_connector
 
 SOURCES = ("lookup", "draft model", "head", "copy")
 LENGTH, BLOCK = 610, 32
 STORED = LENGTH // BLOCK * BLOCK
 PARAMS = greedy(40, ignore_eos=True)
-
-
-def test_hidden_inside_only(monkeypatch):
-    monkeypatch.setattr(kv_transfer_utils, "has_kv_transfer_group", lambda: True)
-    with hidden_kv_connector():
-        assert not kv_transfer_utils.has_kv_transfer_group()
-    assert kv_transfer_utils.has_kv_transfer_group()
 
 
 def connected(work, engines, target: str, connector: str, store: str, keys: dict | None = None):

@@ -97,27 +97,3 @@ def test_what_level2_reads_does_not_depend_on_the_drafts_that_it_tests(
     run_counted(llm, [text[:2000], text[2000:3500]], max_tokens=24, temperature=1.0, seed=1)
     assert len(compared) > 4
     assert max(compared) < 1e-3
-
-
-def test_a_selection_stays_for_later_passes_when_another_request_is_done(
-    engines, pair, text, monkeypatch
-):
-    real, stays = RetrievalLevel.forward, []
-
-    def watched(self, batch, proposal, rows, drafts):
-        if self.pass_selection is None or len(rows) == len(batch):
-            return real(self, batch, proposal, rows, drafts)
-        self.pass_selection.renew()
-        before = self._sparse_tables.clone()
-        logits = real(self, batch, proposal, rows, drafts)
-        changed = (self._sparse_tables != before).any(-1).any(-1).any(0)
-        others = [row for row in range(len(batch)) if row not in rows]
-        assert not bool(changed[others].any())
-        stays.append(torch.equal(self._sparse_tables[:, rows], self.pass_selection._tables))
-        return logits
-
-    monkeypatch.setattr(RetrievalLevel, "forward", watched)
-    llm = engines.get(pair["target"], triforce(model=pair["draft"], retrieval_budget=256))
-    prompts = [text[:2000], text[2000:3500], text[4000:6000]]
-    run_counted(llm, prompts, max_tokens=32, temperature=1.0, seed=1)
-    assert len(stays) > 2 and all(stays)

@@ -5,7 +5,6 @@ That every other request parameter is answered alike is said in ``tests/parity``
 
 import pytest
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.fuzz.engines import grammars_by
@@ -71,14 +70,3 @@ def test_structured_output_backend(stock, llm, prompts, backend):
         used = type(scheduler_of(llm).structured_output_manager.backend).__name__
     assert backend in used.lower()
     assert assert_same_outputs(stock, wanted, found) == len(asked)
-
-
-def test_refused_as_stock_refuses(stock, llm, prompts):
-    """What stock vLLM refuses, we refuse with its words."""
-    for bad in (dict(logprobs=21), dict(logit_bias={5000: 1.0}), dict(allowed_token_ids=[9999])):
-        messages = []
-        for engine in (stock, llm):
-            with pytest.raises(VLLMValidationError) as error:
-                run(engine, prompts[:1], [SamplingParams(**GREEDY | bad)])
-            messages.append(str(error.value))
-        assert messages[0] == messages[1]

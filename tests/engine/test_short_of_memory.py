@@ -100,14 +100,6 @@ def test_a_kv_cache_that_just_fits(engines, pair, text, loop, limits, with_draft
 
 
 @pytest.mark.thorough
-def test_a_kv_cache_that_is_too_small_is_refused_as_by_stock(engines, pair):
-    limits = dict(max_model_len=800, num_gpu_blocks_override=24)
-    for keys in (None, triforce(**LONG)):
-        with pytest.raises(Exception, match="KV cache"):
-            engines.get(pair["target"], keys, **limits)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "length, seqs, batched, block, with_draft, keys",
     [
