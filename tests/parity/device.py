@@ -12,9 +12,6 @@ import traceback
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
-
 from tests.images import install
 from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import SOME_GIB
@@ -24,7 +21,6 @@ from tests.parity.host_memory_guard import HostMemoryGuard
 from tests.parity.running import Job, Seen, run
 from tests.v2.engine import EnginesV2, speculator_of
 from tests.v2.environment import v2_environment
-from vllm_triforce.kernels.row_table import RowColumn
 
 JOBS = "jobs.pickle"
 
@@ -67,48 +63,6 @@ class Device:
 
 def _result(folder: Path, number: int) -> Path:
     return folder / f"{number}.pickle"
-
-
-def _poison_staging() -> None:
-    """From now on nothing is there before a layer's blocks are staged: what was left out would
-    come out as NaN."""
-    from vllm_triforce.offload.cache import HostLayer
-
-    stage = getattr(HostLayer.stage, "stage", HostLayer.stage)
-
-    def poisoned(layer, *reads):
-        layer.staging.fill_(float("nan"))
-        return stage(layer, *reads)
-
-    poisoned.stage = stage
-    HostLayer.stage = poisoned
-
-
-def _check_pool() -> None:
-    """From now on each copy of selected blocks ends with all that are wanted in the pool, as they
-    lie in host memory."""
-    from vllm_triforce.kernels.offload import RetrievalPool
-
-    copy = getattr(RetrievalPool.copy_selected, "copy", RetrievalPool.copy_selected)
-
-    def checked(pool, layer, num_rows):
-        copy(pool, layer, num_rows)
-        per_block, per_head = pool._chunk_ids[:2]
-        with _disable_current_modes():
-            proposing = pool._rows.length < pool._rows.room
-            for row in proposing[:num_rows].nonzero()[:, 0].tolist():
-                slot = int(pool._rows.row_metadata[row, RowColumn.SLOT])
-                count = int(pool._rows.num_selected[row])
-                for head, held in enumerate(pool.held[slot, layer, :, 0, :count]):
-                    wanted = pool.wanted[layer].view(-1, *pool.held.shape[2:5:2])[row, head]
-                    assert sorted(held.tolist()) == sorted(wanted[:count].tolist())
-                    there = (held - head * per_head) // per_block
-                    host, copies = (caches[layer] for caches in pool._caches)
-                    first = slot * pool.width
-                    assert torch.equal(host[there, head], copies[first : first + count, head])
-
-    checked.copy = copy
-    RetrievalPool.copy_selected = checked
 
 
 class _PredictedBytes:
@@ -161,8 +115,6 @@ class _Inside:
             placed = worker.offload.placement
             is_some = job.triforce["kv_offload_gib"] == SOME_GIB
             assert placed.num_device_layers > 0 if is_some else placed.num_host_layers > 1
-            _poison_staging()
-            _check_pool()
             self._predicted = _PredictedBytes(worker)
             self._guard = HostMemoryGuard(worker.offload.memory.view)
             self._watching.enter_context(self._guard.watching())
