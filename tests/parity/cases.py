@@ -64,7 +64,10 @@ class Case:
     dice: int = 0
     """Not 0: what each request proposes, and how, is drawn anew in every step from this seed."""
     disturbance: tuple = ()
-    """What the first round is run with: see ``Driver.disturbed``."""
+    """What is broken in the first round. ``nan LEVEL PASS REQUESTS``: a NaN in the first request's
+    hidden state, keys and values too, in one pass of a level in which so many requests take part.
+    ``sharpened``: level 2's distributions are handed up sharper than they are. ``recovered from the
+    whole``: the published code's mistake."""
     at_least: Mapping[str, int] = field(default_factory=lambda: {"num_level2_accepted": 1})
     """Counters of TriForce that must have moved, over all rounds, or nothing was tested."""
     unmoved: str = ""
@@ -415,16 +418,6 @@ def _scheduling() -> list[Case]:
             ),
             every=3,
             **_small("draft_model"),
-        ),
-        Case(
-            "reset while running",
-            "Requests that all lose their KV cache at once, as for new weights, continue in the "
-            "next step and answer as stock vLLM does.",
-            ((Request(1200, 250, {"max_tokens": 24}), Request(1600, 210, {"max_tokens": 24})),),
-            ("stock", "reset while running"),
-            disturbance=("reset", 4, 7),
-            **_small("draft_model"),
-            at_least={"num_level2_accepted": 2},
         ),
         Case(
             "session",
@@ -1233,9 +1226,9 @@ def _offloaded(cases: list[Case]) -> list[Case]:
 def _all() -> list[Case]:
     """Engines that are the same stand together: to start one costs seconds."""
     sources = {name: _by_source(name) for name in SOURCES}
-    both = [*sources.pop("draft_model", []), *_scheduling()[:3], *_nan(), *_parameters()]
+    both = [*sources.pop("draft_model", []), *_scheduling()[:2], *_nan(), *_parameters()]
     both += [*sources.pop("prompt_lookup", []), *_policies()]
-    both += [*_scheduling()[3:], *_ends(), *_windows(), *_adapters(), *_reasoning()]
+    both += [*_scheduling()[2:], *_ends(), *_windows(), *_adapters(), *_reasoning()]
     both += [*_dice(), *_in_pass(), *_copies(), *_without_level2(), *_heads(), *_images()]
     both += [*_calibrated(), *_sweeps(), *_joint()]
     both += [case for cases in sources.values() for case in cases]

@@ -171,12 +171,6 @@ def _preempted(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     assert seen.batches[0].num_preempted > 0
 
 
-@check("reset while running")
-def _reset_while_running(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
-    (batch,) = seen.batches
-    assert batch.disturbed["running"] == [len(job.rounds[0])] * (len(case.disturbance) - 1)
-
-
 @check("nothing kept")
 def _nothing_kept(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
     """But for the last round's requests, until the next one comes."""

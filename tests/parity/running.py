@@ -1,11 +1,8 @@
 """A case, made ready for a runner, and what was seen when it ran: the same for both runners."""
 
 import contextlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from tests.images import as_prompt
 from tests.inside import drive, scheduler_of, send_piece
@@ -57,38 +54,18 @@ class Seen:
     """KV blocks that are not free then."""
 
 
-class Driver(Protocol):
-    """A runner, and how to reach into it."""
-
-    def engine(self, job: Job): ...
-
-    def policy(self, llm) -> str: ...
-
-    def held(self, llm) -> dict[str, int]: ...
-
-    @contextmanager
-    def disturbed(self, llm, kind: str, *how) -> Iterator[dict]:
-        """Breaks something meanwhile; the dictionary says what came of it.
-
-        ``nan LEVEL PASS REQUESTS``: a NaN in the first request's hidden state, keys and values
-        too, in one pass of a level in which so many requests take part. ``sharpened``: level 2's
-        distributions are handed up sharper than they are. ``recovered from the whole``: the
-        published code's mistake.
-        """
-        ...
-
-
-def run(job: Job, driver: Driver) -> Seen:
+def run(job: Job, driver) -> Seen:
+    """
+    Args:
+        driver: a runner, and how to reach into it (``host.py``, ``device.py``).
+    """
     llm = driver.engine(job)
     scheduler = scheduler_of(llm)
     batches = []
     for number, requests in enumerate(job.rounds):
         kind = job.disturbance if number == 0 else ()
         before, preempted = _counters(llm), _num_preempted(llm, job)
-        if kind[:1] == ("reset",):
-            disturbed = _resetting(llm, *kind[1:])
-        else:
-            disturbed = driver.disturbed(llm, *kind) if kind else contextlib.nullcontext({})
+        disturbed = driver.disturbed(llm, *kind) if kind else contextlib.nullcontext({})
         with (
             disturbed as said,
             watch(scheduler.structured_output_manager, "accept_tokens") as accepted,
@@ -141,27 +118,6 @@ def generate(llm, requests: list[tuple[list[int], dict]]) -> list:
         use_tqdm=False,
         lora_request=[lora_request(params) for _, params in requests],
     )
-
-
-@contextmanager
-def _resetting(llm, *steps: int) -> Iterator[dict]:
-    """Take the KV cache from all running requests before these steps, as for new weights."""
-    engine, scheduler = llm.llm_engine, scheduler_of(llm)
-    original, said, number = engine.step, {"running": []}, 0
-
-    def step():
-        nonlocal number
-        number += 1
-        if number in steps:
-            said["running"].append(len(scheduler.running))
-            assert engine.reset_prefix_cache(reset_running_requests=True)
-        return original()
-
-    engine.step = step
-    try:
-        yield said
-    finally:
-        engine.step = original
 
 
 def converse(llm, pieces: list[tuple[list[int], dict]]) -> list:
