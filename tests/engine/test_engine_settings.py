@@ -7,7 +7,6 @@ Tensor and data parallelism start processes and take minutes on two cores: they 
 import json
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from tests.generation import assert_same_tokens
 from tests.inside import controller_of
 from tests.models import make_architecture, make_int8
 from tests.outputs import assert_same_outputs, run, speculating
-from tests.serving import MODEL, serve
 from tests.v2.environment import needs_interpreter, v2_environment
 from vllm_triforce.metrics.report import counters_of
 
@@ -189,37 +187,3 @@ def test_parallel(engines, pair, case):
             del rank["num_pool_hits"], rank["num_pool_bytes"]
     if case != "data":
         assert counters[0] == counters[1]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("TRIFORCE_TEST_PARALLEL" not in os.environ, reason="takes minutes")
-def test_parallel_server(engines, pair, text, tmp_path):
-    """Two engines behind two API servers, vLLM's default for data parallel 2: answers are
-    stock's, and every engine's counters reach /metrics whichever server took its statistics."""
-    keys = {"model": pair["draft"], "min_context": 0, "retrieval_budget": 256}
-    arguments = [
-        *("--data-parallel-size", "2", "--max-model-len", "4096", "--max-num-seqs", "4"),
-        *("--distributed-executor-backend", "mp", "--speculative-model", "triforce"),
-        *("--speculative-config", json.dumps(keys), "--block-size", "32"),
-    ]
-    stock = engines.get(pair["target"])
-    prompts = [text[100 * i : 100 * i + 300 + 50 * i] for i in range(12)]
-    wanted = run(stock, prompts, [GREEDY] * 12)
-    with serve(pair["target"], tmp_path / "log", *arguments) as server:
-        assert server.text().count("Started server process") == 2
-
-        def ask(prompt: list[int]) -> list[int]:
-            body = dict(model=MODEL, prompt=prompt, max_tokens=30, temperature=0, ignore_eos=True)
-            answer = server.post("/v1/completions", body | {"return_token_ids": True}, timeout=300)
-            return answer["choices"][0]["token_ids"]
-
-        with ThreadPoolExecutor(6) as pool:
-            answers = list(pool.map(ask, prompts))
-        counted = server.metrics()
-    for prompt, w, found in zip(prompts, wanted, answers):
-        assert_same_tokens(stock, prompt, list(w.outputs[0].token_ids), found)
-    for name in ("vllm:triforce_proposals_total", "vllm:spec_decode_num_drafts_total"):
-        by_engine = [counted[f'{name}{{engine="{i}",model_name="{MODEL}"}}'] for i in range(2)]
-        assert min(by_engine) > 0, (name, by_engine)
-    proposed = counted["vllm:triforce_level2_draft_tokens_total"]
-    assert proposed == counted["vllm:spec_decode_num_draft_tokens_total"]

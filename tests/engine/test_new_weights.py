@@ -184,8 +184,7 @@ def test_reloaded_weights(stock, llm, pair, other, prompts, weights_restored):
     assert counted(llm, prompts) == (old, first)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["keep", "abort"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("abort", marks=pytest.mark.thorough)])
 def test_paused_for_new_weights(stock, llm, other, prompts, weights_restored, mode):
     """What was generated stays; what comes after is what stock says behind it with the new
     weights. Or the requests are aborted, and nothing is kept for them."""
