@@ -145,25 +145,8 @@ class _Inside:
         return {**held, "slots that are not free": parts.num_slots - parts.slots.num_free}
 
     @contextmanager
-    def disturbed(self, llm, kind: str, *how):
-        from vllm_triforce.runner_v2 import speculator
-
-        if kind == "nan":
-            with self._with_nan(llm, *how) as said:
-                yield said
-        elif kind == "sharpened":
-            exact = speculator.export_distributions
-
-            def sharpened(handed_up, rows, target, *rest):
-                exact(handed_up, rows, None if target is None else target * 5, *rest)
-
-            with replaced(speculator, "export_distributions", sharpened):
-                yield {}
-        else:
-            raise ValueError(kind)
-
-    @contextmanager
-    def _with_nan(self, llm, level: int, at_pass: int, together: int):
+    def disturbed(self, llm, kind: str, level: int, at_pass: int, together: int):
+        assert kind == "nan"
         from vllm_triforce.controller.routes import HIERARCHICAL
         from vllm_triforce.core.limits import logger
 

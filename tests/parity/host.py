@@ -6,7 +6,6 @@ from tests.inside import built, worker_of
 from tests.parity.disturbing import Poison, are_finite, replaced
 from tests.parity.running import Job
 from vllm_triforce.core.limits import logger
-from vllm_triforce.runner_v1 import levels
 from vllm_triforce.runner_v1 import verification as inner
 
 
@@ -30,9 +29,6 @@ class Host:
         if kind == "nan":
             with self._with_nan(llm, *how) as said:
                 yield said
-        elif kind == "sharpened":
-            with replaced(levels, "verify", _sharpened(levels.verify)):
-                yield {}
         elif kind == "recovered from the whole":
             with replaced(inner, "residual", lambda target, draft, token: target):
                 yield {}
@@ -73,12 +69,3 @@ class Host:
             "rows": batches,
             "finite": are_finite(llm),
         }
-
-
-def _sharpened(verify):
-    def verified(*args):
-        result = verify(*args)
-        result.probs = [[probs**5 / (probs**5).sum() for probs in row] for row in result.probs]
-        return result
-
-    return verified
