@@ -7,9 +7,9 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import GrammarOutput
 
+from benchmarks.first_tokens import in_engine
 from tests.conftest import triforce
 from tests.engine.test_scheduling import greedy
-from tests.first_tokens import in_engine
 from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, run
 from tests.parity.disturbing import watch

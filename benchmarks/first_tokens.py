@@ -1,6 +1,6 @@
 """What a prompt that comes late waits for beside requests that speculate, against stock vLLM.
 
-python -m tests.first_tokens
+python -m benchmarks.first_tokens
 
 On Runner V1 the embedded pair, whose requests repeat themselves, so that prompt lookup predicts
 them; on Runner V2 the device of ``tests/simulation``, in its seconds.
