@@ -16,9 +16,12 @@ import torch
 from scipy import stats
 
 from tests.asked import sampled_from, shaped
+from tests.fuzz.models import save_tokenizer
 from tests.models import make_llama
 
 VOCAB = 12
+# The tokens behind bos and eos.
+LETTERS = "abcdefghij"
 NUM_SAMPLES = 6000
 NUM_TOKENS = 4
 SETTINGS = {"T=1": dict(temperature=1.0), "T=0.6": dict(temperature=0.6, top_p=0.9)}
@@ -28,6 +31,8 @@ def make_models(folder: Path) -> dict[str, str]:
     shape = dict(vocab_size=VOCAB, hidden_size=64, num_heads=4, num_kv_heads=2, std=0.09)
     target = make_llama(folder / "target", num_layers=2, query_scale=6, seed=3, **shape)
     draft = make_llama(folder / "draft", num_layers=1, seed=4, **shape)
+    for made in (target, draft):
+        save_tokenizer(made, LETTERS)
     return {"target": target, "draft": draft}
 
 

@@ -11,14 +11,12 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import triforce
-from tests.fuzz.models import save_tokenizer
 from tests.inside import drive, worker_of
 from tests.joint import (  # noqa: F401, exact, models and prompt are fixtures
+    LETTERS,
     NUM_TOKENS,
-    VOCAB,
     asked_joint,
     exact,
-    make_models,
     models,
     prompt,
     pvalue,
@@ -42,32 +40,16 @@ def sampled(max_tokens: int = NUM_TOKENS, **params) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, detokenize=False, **params)
 
 
-# The tokens of the vocabulary behind bos and eos.
-LETTERS = "abcdefghijklmnop"[: VOCAB - 2]
 ALLOWED = "bdfhj"
 
 
-@pytest.fixture(scope="module")
-def models_with_letters(tmp_path_factory):
-    """As ``models``, with a tokenizer of one token per letter."""
-    made = make_models(tmp_path_factory.mktemp("letters"))
-    for path in made.values():
-        save_tokenizer(path, LETTERS)
-    return made
-
-
-def test_sampled_with_a_grammar(engines, models_with_letters, prompt, exact):  # noqa: F811
+def test_sampled_with_a_grammar(engines, models, prompt, exact):  # noqa: F811
     """The draft goes straight to level 3 and knows nothing of the grammar: most proposals are cut,
     at a token that was drawn. Were its distributions handed up, the tokens after the cut would be
     told apart from those tested, and both would be biased."""
-    keys = triforce(**TWELVE, model=models_with_letters["draft"], levels="1,3")
-    llm = engines.get(
-        models_with_letters["target"],
-        keys,
-        max_model_len=512,
-        max_num_seqs=64,
-        skip_tokenizer_init=False,
-    )
+    keys = triforce(**TWELVE, model=models["draft"], levels="1,3")
+    limits = dict(max_model_len=512, max_num_seqs=64)
+    llm = engines.get(models["target"], keys, **limits, skip_tokenizer_init=False)
     grammar = StructuredOutputsParams(regex=f"[{ALLOWED}]{{20}}")
     params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, structured_outputs=grammar)
     before = counters_of(llm)
