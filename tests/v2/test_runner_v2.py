@@ -65,15 +65,6 @@ def test_without_kv_in_host_memory_nothing_of_it_is_imported(llm):
     assert not [name for name in sys.modules if name.startswith(its)]
 
 
-def test_padding_changes_no_greedy_token(llm, text):
-    """The full pass verifies six tokens of every request, proposed or not."""
-    prompts = [text[:520], text[:90], text[:400]]
-    generate(llm, prompts[:1], max_tokens=1)  # all are cached from now on
-    informed = generate(llm, prompts, max_tokens=NUM_TOKENS)
-    with uninformed_scheduler(llm):
-        assert generate(llm, prompts, max_tokens=NUM_TOKENS) == informed
-
-
 def test_draft_has_no_part_in_vllms_kv_cache(llm):
     names = speculator_of(llm).draft_layers
     groups = worker_of(llm).model_runner.kv_cache_config.kv_cache_groups
@@ -156,7 +147,8 @@ def test_invented_drafts_of_a_new_request_are_no_tokens(llm, text):
 
 
 def test_padding_changes_no_distribution(of_eight, eight):
-    """Most requests pass min_context on the way: what comes before is all padding."""
+    """The full pass verifies four tokens of every request, proposed or not. Most requests pass
+    min_context on the way: what comes before is all padding."""
     speculator, prompts = speculator_of(of_eight), eight["prompts"]
     params = [dict(temperature=t, max_tokens=36) for t in (1.0, 1.0, 0.6, 1.0)]
     limited = dataclasses.replace(speculator.config, min_context=400)
@@ -175,24 +167,17 @@ def counts(llm) -> list[dict]:
 
 
 def test_what_passes_take_is_told(of_eight):
-    """Where lengths are given nothing is measured at start-up; asked to, the worker measures.
-
-    It is not counted: counters that fell would end a front end whose Prometheus metrics have them.
-    """
+    """Where lengths are given nothing is measured at start-up; asked to, the worker measures, and
+    does not count it: counters that fell would end a front end whose metrics have them."""
     assert of_eight.collective_rpc("triforce_measured") == [None]
     assert len(built(of_eight).slots), "requests that have left still have slots"
     before = counts(of_eight)
     (measured,) = of_eight.collective_rpc("triforce_measured", args=(True,))
     assert counts(of_eight) == before and before[0]["num_proposals"] > 0
     assert before[1]["num_level2_passes"] > 0 and before[1]["time_seconds"]
-    # Differences of two times, of one run each in the interpreter: 0 where the first was longer.
-    assert measured["draft"] >= 0 and [tokens for tokens, _ in measured["level2_by_tokens"]] == [1]
-    for tokens, points in measured["full_by_tokens"]:
-        assert tokens in (1, 5), "EIGHT proposes four"
-        assert [context for context, _ in points] == sorted(context for context, _ in points)
-        assert all(seconds > 0 for _, seconds in points)
+    assert [tokens for tokens, _ in measured["full_by_tokens"]] == [1, 5], "EIGHT proposes four"
     assert [rows for rows, _ in measured["full_by_rows"]] == [1, 2, 4]
-    assert [rows for rows, _, _ in measured["full_by_num_reqs"]] == [2, 4]
+    assert all(seconds > 0 for _, points in measured["full_by_tokens"] for _, seconds in points)
 
 
 def test_a_heads_logits_are_those_of_the_training_script(engines, pair, text, tmp_path):
