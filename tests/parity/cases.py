@@ -87,9 +87,21 @@ def slow(stand_in: str) -> dict:
     return {"device": SLOW.format(stand_in)}
 
 
-def requests(*lengths: int, **params) -> Round:
-    """Prompts that begin alike, as a conversation's do."""
-    return tuple(Request(0, length, params) for length in lengths)
+def requests(*lengths: int, step: int = 0, adapters: tuple[int, ...] = (), **params) -> Round:
+    """Prompts that begin alike, as a conversation's do, or so far from each other in the text."""
+    return tuple(
+        Request(step * i, length, params, adapter)
+        for i, (length, adapter) in enumerate(zip(lengths, adapters or itertools.repeat(0)))
+    )
+
+
+def three(*params: Mapping, max_tokens: int) -> Round:
+    """Requests that ask for something each. The third has slots beyond those of the block that the
+    others end in."""
+    prompts = (0, 400), (100, 270), (300, 318)
+    return tuple(
+        Request(*prompt, {**own, "max_tokens": max_tokens}) for prompt, own in zip(prompts, params)
+    )
 
 
 # Both runners; three chunks for a prompt of 520 tokens, four requests at a time.
@@ -167,30 +179,28 @@ def _dice() -> list[Case]:
     skip = {"host": "it decides by itself; 'chosen while running' holds it to this promise"}
     every_way = {"num_direct_proposals": 2, "num_level2_passes": 2, "num_level2_accepted": 1}
     greedy = "Greedy output is stock vLLM's for any plan of each request in each step."
-    sampled = (
-        "Sampled tokens have exactly the target's distribution for any plan of each request in "
-        "each step{}."
-    )
-    shape = dict(skip=skip, at_least=every_way)
     batch = (requests(90, 520, 400, 300, max_tokens=16),)
     return [
-        Case("dice-greedy", greedy, batch, dice=1, **_small("draft_model") | shape),
+        Case(
+            "dice-greedy",
+            greedy,
+            batch,
+            dice=1,
+            **_small("draft_model"),
+            skip=skip,
+            at_least=every_way,
+        ),
         Case("head-dice", greedy, batch, dice=1, **_small("head"), skip=skip),
         Case(
             "dice-sampled",
-            sampled.format(""),
+            "Sampled tokens have exactly the target's distribution for any plan of each request in "
+            "each step.",
             _eight(MIXED, 34),
             ("stock", "calibrated", "both accepted and rejected"),
             dice=2,
-            **_of_eight() | shape,
-        ),
-        Case(
-            "dice-biased",
-            sampled.format(", with biases and penalties"),
-            _eight(BIASED, 45),
-            ("calibrated",),
-            dice=3,
-            **_of_eight() | shape,
+            **_of_eight(),
+            skip=skip,
+            at_least=every_way,
         ),
     ]
 
@@ -238,12 +248,7 @@ def _copies() -> list[Case]:
         Case(
             "copy-adapters",
             "The copy drafts without a request's adapter, and the output is the adapter's.",
-            (
-                tuple(
-                    Request(0, n, {"max_tokens": 10}, adapter)
-                    for n, adapter in ((260, 1), (240, 2), (250, 0))
-                ),
-            ),
+            (requests(260, 240, 250, adapters=(1, 2, 0), max_tokens=10),),
             level2_model="bfloat16",
             **_small("prompt_lookup", engine=SMALL | ADAPTERS),
         ),
@@ -287,9 +292,6 @@ def _policies() -> list[Case]:
     ]
 
 
-# Who is hit is the first request of the batch. The third prompt has slots beyond those of the
-# block that the others end in.
-NAN_PROMPTS = ((0, 400), (100, 270), (300, 318))
 # By level: behind the first proposals, as soon as all three requests take part in one.
 NAN_PASS = {1: 7, 2: 4}
 ONE_ANSWER = {"temperature": 1.0, "top_k": 1}
@@ -305,24 +307,19 @@ NAN = {
 
 def _nan() -> list[Case]:
     """What comes behind is as if nothing had been, and the neighbours have gone on."""
-    cases = []
-    for name, (params, level, stand_in) in NAN.items():
-        batch = tuple(
-            Request(*prompt, {**own, "max_tokens": 22}) for prompt, own in zip(NAN_PROMPTS, params)
+    return [
+        Case(
+            f"nan-{name}",
+            "A NaN in a level's logits ends the request's speculation and changes no output, of "
+            "this request or of those beside it and after it.",
+            (three(*params, max_tokens=22),) * 2,
+            ("stock", "nan"),
+            disturbance=("nan", level, NAN_PASS[level], len(params)),
+            **_small("draft_model"),
+            skip=slow(stand_in) if stand_in else {},
         )
-        cases.append(
-            Case(
-                f"nan-{name}",
-                "A NaN in a level's logits ends the request's speculation and changes no output, "
-                "of this request or of those beside it and after it.",
-                (batch, batch),
-                ("stock", "nan"),
-                disturbance=("nan", level, NAN_PASS[level], len(batch)),
-                **_small("draft_model"),
-                skip=slow(stand_in) if stand_in else {},
-            )
-        )
-    return cases
+        for name, (params, level, stand_in) in NAN.items()
+    ]
 
 
 # What is forced has two tokens, of which the second ends reasoning.
@@ -436,10 +433,7 @@ def _scheduling() -> list[Case]:
         Case(
             "preemption",
             "Preempted requests answer as stock vLLM does, and leave no state.",
-            (
-                tuple(Request(100 * i, 250, {"max_tokens": 44}) for i in range(4)),
-                (Request(0, 220, {"max_tokens": 12}),),
-            ),
+            (requests(250, 250, 250, 250, step=100, max_tokens=44), requests(220, max_tokens=12)),
             ("stock", "preempted", "nothing kept"),
             **CRAMPED,
         ),
@@ -707,14 +701,14 @@ def _heads() -> list[Case]:
             "head-prefix caching",
             "Where a prompt's start comes from the prefix cache, its states are unknown, and the "
             "window begins behind it.",
-            tuple((Request(0, n, {"max_tokens": 24}),) for n in (500, 520, 500)),
+            tuple(requests(n, max_tokens=24) for n in (500, 520, 500)),
             **_small("head", engine=SMALL | {"enable_prefix_caching": True}),
             at_least={"num_level1_drafted": 3},
         ),
         Case(
             "head-preemption",
             "Preempted requests and their states are restored.",
-            (tuple(Request(100 * i, 250, {"max_tokens": 44}) for i in range(4)),),
+            (requests(250, 250, 250, 250, step=100, max_tokens=44),),
             ("stock", "preempted", "nothing kept"),
             source="head",
             **CRAMPED,
@@ -722,13 +716,7 @@ def _heads() -> list[Case]:
         Case(
             "head-adapters",
             "A head drafts for requests with LoRA adapters by the adapters' states.",
-            (
-                (
-                    Request(0, 300, {"max_tokens": 10}, adapter=1),
-                    Request(0, 320, {"max_tokens": 10}),
-                    Request(0, 340, {"max_tokens": 10}, adapter=2),
-                ),
-            ),
+            (requests(300, 320, 340, adapters=(1, 0, 2), max_tokens=10),),
             **_small("head", engine=SMALL | ADAPTERS),
         ),
     ]
@@ -864,7 +852,6 @@ def _calibrated() -> list[Case]:
             ("calibrated",),
             **_of_eight(),
             at_least={"num_level2_accepted": 1, "num_level3_rejections": 1},
-            skip=slow("dice-biased"),
         ),
         Case(
             "shaped-full-window",
@@ -993,13 +980,7 @@ def _parameters() -> list[Case]:
         Case(
             "named logprobs beside speculation",
             "Named log-probabilities are stock vLLM's beside requests that are speculated on.",
-            (
-                (
-                    Request(0, 400, {"max_tokens": 24}),
-                    Request(100, 270, {"max_tokens": 24, "logprob_token_ids": [5, 9, 11]}),
-                    Request(300, 318, {"max_tokens": 24}),
-                ),
-            ),
+            (three({}, {"logprob_token_ids": [5, 9, 11]}, {}, max_tokens=24),),
             ("stock", "named"),
             **_small("draft_model"),
         ),
@@ -1007,14 +988,11 @@ def _parameters() -> list[Case]:
             "limits by request",
             "A request may turn speculation off for itself, or limit its proposals, beside others.",
             (
-                (
-                    Request(0, 400, {"max_tokens": 24}),
-                    Request(100, 270, {"max_tokens": 24, "extra_args": {"triforce": False}}),
-                    Request(
-                        200,
-                        300,
-                        {"max_tokens": 24, "extra_args": {"triforce_num_speculative_tokens": 2}},
-                    ),
+                three(
+                    {},
+                    {"extra_args": {"triforce": False}},
+                    {"extra_args": {"triforce_num_speculative_tokens": 2}},
+                    max_tokens=24,
                 ),
             ),
             ("stock", "limited"),
@@ -1214,15 +1192,14 @@ def _offloaded(cases: list[Case]) -> list[Case]:
 
 def _all() -> list[Case]:
     """Engines that are the same stand together: to start one costs seconds."""
-    sources = {name: _by_source(name) for name in SOURCES}
-    both = [*sources.pop("draft_model", []), *_scheduling()[:2], *_nan(), *_parameters()]
-    both += [*sources.pop("prompt_lookup", []), *_policies()]
-    both += [*_scheduling()[2:], *_ends(), *_windows(), *_adapters(), *_reasoning()]
-    both += [*_dice(), *_in_pass(), *_copies(), *_without_level2(), *_heads(), *_images()]
-    both += [*_calibrated(), *_sweeps(), *_joint()]
-    both += [case for cases in sources.values() for case in cases]
-    both += _offloaded(both)
-    return both
+    kinds = [_scheduling, _nan, _parameters, _policies, _ends, _windows, _adapters, _reasoning]
+    kinds += [_dice, _in_pass, _copies, _without_level2, _heads, _images, _calibrated]
+    cases = [case for source in SOURCES for case in _by_source(source)]
+    cases += [case for kind in [*kinds, _sweeps, _joint] for case in kind()]
+    cases += _offloaded(cases)
+    return sorted(
+        cases, key=lambda its: repr((its.model, its.engine, its.source, its.level2_model, its.keys))
+    )
 
 
 # Left for ``make test-all``, by runner: what another case, or the other runner, holds in less time.
@@ -1238,7 +1215,7 @@ THOROUGH = {
         *(f"head-{name}" for name in ("adapters", "dice", "preemption")),
         *(f"images-{name}" for name in ("copy", "head", "straight to the full pass")),
         *("sampled-block", "sampled-full-budget", "shaped-full-window", "adapters-full-budget"),
-        *("dice-biased", "in pass-greedy", "mtp-sampled directly", "nan-sampled-1"),
+        *("sampled-biased", "in pass-greedy", "mtp-sampled directly", "nan-sampled-1"),
         *("windows-gemma4-dice", "windows-mimo-v2-dice"),
     },
     "host": {case.name for case in _sweeps()[:-1]},
