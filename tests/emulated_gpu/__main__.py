@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from tests.emulated_gpu.cases import Case, chosen, default_cases, every_case
+from tests.emulated_gpu.cases import Case, chosen, every_case
 from tests.emulated_gpu.requests import Models, make_models
 from tests.emulated_gpu.verdict import Verdict, judge
 from tests.models import ROOT
@@ -79,13 +79,12 @@ def main() -> None:
         prog="python -m tests.emulated_gpu", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--only", metavar="PATTERN", help="of names, as in a shell: '*quest*'")
-    parser.add_argument("--all", action="store_true", help="also what takes long: 2 hours")
     parser.add_argument("--list", action="store_true", help="the cases' names, and nothing else")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--device", action="store_true", help="on the GPU of this machine")
     args = parser.parse_args()
     try:
-        cases = chosen(args.only) if args.only else every_case() if args.all else default_cases()
+        cases = chosen(args.only) if args.only else every_case()
     except ValueError as error:
         parser.error(str(error))
     if args.list:
@@ -101,14 +100,9 @@ def line(verdict: Verdict) -> str:
     """Of one case, for people who wait."""
     said = "ok" if not verdict.faults else "FAILED: " + "; ".join(verdict.faults)
     parts = [f"{verdict.case.name}: {said}"]
+    parts += [f"{len(verdict.ties)} at a tie"] * bool(verdict.ties)
     if result := verdict.result:
-        parts += [f"{len(verdict.ties)} at a tie"] * bool(verdict.ties)
-        if verdict.case.graphs:
-            parts.append("{} graphs, {} replays".format(*result["graphs"]))
         parts += [f"{number} launches of a {part}" for part, number in result["launches"].items()]
-        if counters := result["counters"]:
-            parts.append(f"{counters['num_proposals']} proposals")
-            parts.append(f"{counters['num_level2_passes']} passes of level 2")
     return ", ".join(parts) + f" ({verdict.seconds:.0f} s)"
 
 

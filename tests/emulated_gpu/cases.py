@@ -11,10 +11,19 @@ from vllm_triforce.selection import POLICIES
 BACKENDS = {"FLASH_ATTN": "bfloat16", "TRITON_ATTN": "float32"}
 # Of a target with multi-head latent attention, for which level 2 takes no part.
 MLA = "TRITON_MLA"
-PLANS = ("fixed", "dice")
-# Offloaded, one request at a time, with windows: not the first and the last, for one layer with
-# full attention is staged for all.
-KINDS = ((False, False, False), (True, False, False), (True, True, False), (False, False, True))
+# Any two of a source, a policy and a plan come together; on TRITON_ATTN, with which a case takes
+# minutes, each of them comes once.
+WAYS = {
+    "FLASH_ATTN": {
+        ("draft_model", "retrieval", "fixed"),
+        ("draft_model", "quest", "dice"),
+        ("prompt_lookup", "retrieval", "dice"),
+        ("prompt_lookup", "quest", "fixed"),
+        ("head", "retrieval", "dice"),
+        ("head", "quest", "fixed"),
+    },
+    "TRITON_ATTN": {("draft_model", "retrieval", "fixed"), ("prompt_lookup", "quest", "dice")},
+}
 
 
 @dataclass(frozen=True)
@@ -77,8 +86,8 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """That a request asks for at most. Triton's kernels of attention and gated delta nets take
-        their time in the interpreter."""
+        """That a request asks for at most. Triton's kernels of attention and of gated delta nets
+        take their time in the interpreter."""
         return 8 if self.backend == "TRITON_ATTN" or self.recurrent else 14
 
     @property
@@ -102,60 +111,33 @@ class Case:
 
 
 def every_case() -> list[Case]:
-    """References first; with each way of choosing drafts and chunks both kinds of plan."""
-    stock = [Case(backend, windows=windows) for windows in (False, True) for backend in BACKENDS]
-    others = [
-        Case("FLASH_ATTN", plan="plain", offload=True),
-        Case("TRITON_ATTN", "draft_model", "retrieval", "fixed", copies=True),
+    """References first, and eager before graphs, which are compared with it; with sources and
+    policies that are not named above, all ways."""
+    named = {name for way in WAYS["FLASH_ATTN"] for name in way}
+    policies = sorted(set(POLICIES) - {"streaming"})
+    ways = [
+        way
+        for way in product(BACKENDS, sorted(SOURCES_V2), policies, ("fixed", "dice"))
+        if way[1:] in WAYS[way[0]] or not set(way[1:]) <= named
+    ]
+    offloaded = Case("FLASH_ATTN", "draft_model", "retrieval", "fixed", offload=True)
+    cases = [
+        *(Case(backend) for backend in BACKENDS),
+        Case("FLASH_ATTN", windows=True),
         Case("FLASH_ATTN", recurrent=True),
+        Case(MLA),
+        *(Case(*way) for way in ways),
+        Case(MLA, "prompt_lookup", plan="fixed"),
+        Case("TRITON_ATTN", "draft_model", "retrieval", "fixed", copies=True),
+        # What is staged or fills the pool, and what dense layers read, is so whoever drafts.
+        Case("FLASH_ATTN", plan="plain", offload=True),
+        offloaded,
+        replace(offloaded, is_single=True),
+        Case("FLASH_ATTN", "prompt_lookup", "quest", "fixed", windows=True),
         Case("FLASH_ATTN", "prompt_lookup", "retrieval", "fixed", recurrent=True),
         Case("FLASH_ATTN", "head", "retrieval", "dice", recurrent=True),
-        Case(MLA),
-        Case(MLA, "prompt_lookup", plan="fixed"),
     ]
-    policies = sorted(set(POLICIES) - {"streaming"})
-    ways = product(BACKENDS, sorted(SOURCES_V2), policies, PLANS, KINDS)
-    cases = [Case(*way, False, *kind) for *way, kind in ways]
-    # A draft has layers of one kind, and the target with windows gives no states to a head.
-    cases = [case for case in cases if not (case.windows and case.has_draft)]
-    # Eager before graphs, which are compared with it.
-    every = [*stock, *others, *cases]
-    return [replace(case, graphs=graphs) for case in every for graphs in (False, True)]
-
-
-# Any two of a source, a policy and a plan come together; on TRITON_ATTN, with which a case takes
-# minutes, each of them comes once.
-_PAIRS = {
-    ("draft_model", "retrieval", "fixed"),
-    ("draft_model", "quest", "dice"),
-    ("prompt_lookup", "retrieval", "dice"),
-    ("prompt_lookup", "quest", "fixed"),
-    ("head", "retrieval", "dice"),
-    ("head", "quest", "fixed"),
-}
-# What is staged, what fills the pool and what dense layers read is the same, whoever drafts.
-_ONCE = {
-    "offload": ("FLASH_ATTN-plain", "FLASH_ATTN-draft_model-retrieval-fixed"),
-    "windows": ("FLASH_ATTN-stock", "FLASH_ATTN-prompt_lookup-quest-fixed"),
-}
-_FEW = {("draft_model", "retrieval", "fixed"), ("prompt_lookup", "quest", "dice")}
-
-
-def default_cases() -> list[Case]:
-    """What is worth the time; with sources and policies that are not named there, all of those."""
-    named = {name for way in _PAIRS for name in way}
-    return [
-        case
-        for case in every_case()
-        if not case.offload or case.name.startswith(_ONCE["offload"])
-        if not case.windows or case.name.startswith(_ONCE["windows"])
-        if not case.source
-        or case.backend == MLA
-        or case.recurrent
-        or (case.source, case.selection, case.plan)
-        in (_PAIRS if case.backend == "FLASH_ATTN" else _FEW)
-        or not {case.source, case.selection} <= named
-    ]
+    return [replace(case, graphs=graphs) for case in cases for graphs in (False, True)]
 
 
 def chosen(pattern: str) -> list[Case]:
