@@ -577,7 +577,7 @@ def _of_eight(*, engine: Mapping = WHOLE, **keys) -> dict:
 # Far from what these models would accept; each draft is tested, as gamma is 1.
 SYNTHETIC = dict(
     rejection_sample_method="synthetic",
-    synthetic_acceptance_rates=[0.9],
+    synthetic_acceptance_rates=[0.9, 0.6],
     synthetic_level1_acceptance=0.7,
     gamma=1,
 )

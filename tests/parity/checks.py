@@ -5,6 +5,7 @@ A check gets the case's job, what was seen, and stock vLLM, whose answers are ri
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -358,15 +359,23 @@ def _both_accepted_and_rejected(case: Case, job: Job, seen: Seen, stock: Stock) 
 
 @check("at synthetic rates")
 def _at_synthetic_rates(case: Case, job: Job, seen: Seen, stock: Stock) -> None:
-    counted = seen.batches[0].counted
-    (of_levels,) = case.keys["synthetic_acceptance_rates"]
-    of_level1 = case.keys["synthetic_level1_acceptance"]
-    is_direct = case.keys["levels"] == "1,3"
-    accepted = counted.num_level2_accepted
-    tests = accepted + counted.num_level3_rejections
-    assert_rate(accepted, tests, of_level1 if is_direct else of_levels, least=50)
-    if not is_direct:
-        assert_rate(counted.num_level1_accepted, counted.num_level1_drafted, of_level1, 50)
+    """Level 3 by place in a proposal."""
+    (batch,), of_level1 = seen.batches, case.keys["synthetic_level1_acceptance"]
+    rates = case.keys["synthetic_acceptance_rates"]
+    if case.keys["levels"] == "1,3":
+        rates = [of_level1] * len(rates)
+    else:
+        drafted = batch.counted.num_level1_drafted
+        assert_rate(batch.counted.num_level1_accepted, drafted, of_level1, least=50)
+    accepted: Counter[int] = Counter()
+    tested: Counter[int] = Counter()
+    for output in batch.outputs:
+        figures = output.outputs[0].spec_decode_metrics
+        for drafted, count in zip(figures.per_step_drafted, figures.per_step_accepted):
+            accepted.update(range(count))
+            tested.update(range(min(count + 1, drafted)))
+    for place, rate in enumerate(rates):
+        assert_rate(accepted[place], tested[place], rate, least=50)
 
 
 @check("rejected at both levels")
