@@ -15,13 +15,9 @@ from vllm_triforce.kernels.pass_inputs import (
     prepare_window_inputs,
 )
 from vllm_triforce.kernels.proposals import (
-    PAD_TOKEN,
-    DraftLogits,
-    commit_proposals,
     count_full_pass,
 )
 from vllm_triforce.kernels.row_table import (
-    OutcomeColumn,
     Owner,
     RowColumn,
     SlotColumn,
@@ -209,36 +205,6 @@ def test_target_is_fed_the_newest_token_and_the_drafts(heads):
         assert (own == position + 3 - rows.skipped[row]).all()
     assert (inputs.slot_mapping[6:12] == -1).all()
     assert (inputs.seq_lens[2 * heads : 4 * heads] == 3).all()
-
-
-@pytest.mark.parametrize("is_direct", [False, True])
-def test_proposals_are_handed_up_in_the_batchs_order(is_direct):
-    rows = begun()
-    rows.proposal.copy_(torch.arange(30, device=DEVICE).view(5, 6) + 200)
-    rows.length.copy_(integers([6, 0, 2, 0, 0]))
-    tokens = integers([[PAD_TOKEN] * 6] * 4, torch.int64)
-    handed_up, counters = (
-        DraftLogits(torch.zeros(5, 6, 1, device=DEVICE), 8),
-        new_counters(),
-    )
-    proposed = handed_up.num_proposed.fill_(9)
-    commit_proposals(rows, tokens, handed_up, counters, is_direct)
-    pad = PAD_TOKEN
-    assert tokens.tolist() == [
-        [pad] * 6,
-        [212, 213, pad, pad, pad, pad],
-        [200, 201, 202, 203, 204, 205],
-        [pad] * 6,
-    ]
-    assert proposed.tolist() == [9, 0, 9, 2, 9, 6, 9, 9], "others' proposals are another's to say"
-    states = rows.column(RowColumn.STATE).tolist()
-    slots = rows.column(RowColumn.SLOT).tolist()
-    assert handed_up.slot_of_state[states].tolist() == slots
-    assert handed_up.state_of_slot[slots].tolist() == states
-    assert rows.outcomes[:3, OutcomeColumn.NUM_PROPOSED].tolist() == [6, 0, 2]
-    counts = {DeviceCounter.NUM_PROPOSALS: 2, DeviceCounter.NUM_PROPOSED: 8}
-    direct = {DeviceCounter.NUM_DIRECT_PROPOSALS: 2} if is_direct else {}
-    assert counted(counters) == counts | direct
 
 
 def test_full_passes_are_counted_without_padding():
