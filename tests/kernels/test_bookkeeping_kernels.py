@@ -1,4 +1,4 @@
-"""What is fed to the models, and what is handed up, token by token."""
+"""What is fed to the models, token by token."""
 
 import pytest
 import torch
@@ -14,15 +14,8 @@ from vllm_triforce.kernels.pass_inputs import (
     prepare_target_inputs,
     prepare_window_inputs,
 )
-from vllm_triforce.kernels.proposals import (
-    count_full_pass,
-)
-from vllm_triforce.kernels.row_table import (
-    Owner,
-    RowColumn,
-    SlotColumn,
-    stack_columns,
-)
+from vllm_triforce.kernels.proposals import count_full_pass
+from vllm_triforce.kernels.row_table import Owner, RowColumn, SlotColumn, stack_columns
 from vllm_triforce.kernels.rows import RowLimits, Rows, SamplingParameters
 from vllm_triforce.metrics.counters import DeviceCounter
 

@@ -5,11 +5,7 @@ import torch
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import counted, distributions, integers, new_counters, some_rows
-from vllm_triforce.kernels.proposals import (
-    DraftLogits,
-    extend_proposals,
-    level3_test_rows,
-)
+from vllm_triforce.kernels.proposals import DraftLogits, extend_proposals, level3_test_rows
 from vllm_triforce.metrics.counters import DeviceCounter
 
 
