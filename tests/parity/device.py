@@ -9,7 +9,7 @@ import pickle
 import subprocess
 import sys
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.images import install
@@ -17,7 +17,6 @@ from tests.inside import built, scheduler_of, worker_of
 from tests.parity.cases import SOME_GIB
 from tests.parity.dice import Dice
 from tests.parity.disturbing import Poison, are_finite, replaced, watch
-from tests.parity.host_memory_guard import HostMemoryGuard
 from tests.parity.running import Job, Seen, run
 from tests.v2.engine import EnginesV2, speculator_of
 from tests.v2.environment import v2_environment
@@ -102,7 +101,6 @@ class _Inside:
 
     def __init__(self) -> None:
         self._engines = EnginesV2()
-        self._watching = ExitStack()
         self._has_warned: set[int] = set()
 
     def engine(self, job: Job):
@@ -110,27 +108,19 @@ class _Inside:
         worker = worker_of(llm)
         worker.triforce.__dict__.pop("begin_step", None)
         self._predicted: _PredictedBytes | None = None
-        self._guard: HostMemoryGuard | None = None
         if worker.offload is not None:
             placed = worker.offload.placement
             is_some = job.triforce["kv_offload_gib"] == SOME_GIB
             assert placed.num_device_layers > 0 if is_some else placed.num_host_layers > 1
             self._predicted = _PredictedBytes(worker)
-            self._guard = HostMemoryGuard(worker.offload.memory.view)
-            self._watching.enter_context(self._guard.watching())
         if job.dice:
             _plan_by_dice(worker.triforce, job.dice)
         return llm
 
     def check(self) -> None:
         """Behind a job."""
-        self.close()
-        if self._predicted is not None and self._guard is not None:
+        if self._predicted is not None:
             self._predicted.check()
-            self._guard.check()
-
-    def close(self) -> None:
-        self._watching.close()
 
     def policy(self, llm) -> str:
         if not speculator_of(llm).config.uses_level2:
@@ -227,7 +217,6 @@ def main() -> None:
             driver.check()
         except Exception:
             seen = traceback.format_exc()
-            driver.close()
         path = _result(folder, number)
         path.with_suffix(".part").write_bytes(pickle.dumps(seen))
         os.replace(path.with_suffix(".part"), path)
