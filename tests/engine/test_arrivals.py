@@ -27,21 +27,12 @@ def llm(engines, pair):
     return engines.get(pair["target"], keys, max_model_len=2048, max_num_batched_tokens=128)
 
 
-def adapter(llm):
-    return worker_of(llm).triforce
-
-
 @pytest.fixture(scope="module")
 def whole(engines, pair):
     """As ``llm``; prompts are read in one step: stock vLLM's CPU build cannot read that of a
     sampled request with a seed in chunks."""
     keys = {"method": "triforce", "model": pair["draft"], "retrieval_budget": 192}
     return engines.get(pair["target"], keys, max_model_len=2048)
-
-
-@pytest.fixture
-def nothing_pays(llm, monkeypatch):
-    rest_long(llm, monkeypatch)
 
 
 def rest_long(llm, monkeypatch) -> None:
@@ -96,14 +87,18 @@ def test_a_seeded_request_is_as_alone(whole, text, monkeypatch, neighbour, min_t
     assert min_tokens or (then == places and places[0] == 600)
 
 
-def test_steps_that_give_somebody_a_first_token_are_plain(llm, stock, text, nothing_pays):
+def test_steps_that_give_somebody_a_first_token_are_plain(llm, stock, text, monkeypatch):
     """One request comes every other step: nothing is proposed in such a step, so that it takes
     stock's path, and prompts are read as fast as stock reads them."""
+    rest_long(llm, monkeypatch)
     prompts = [text[60 * i : 60 * i + 50] for i in range(40)]
     arrivals = {
         2 * i: [(str(i), prompt, greedy(6, ignore_eos=True))] for i, prompt in enumerate(prompts)
     }
-    with watch(adapter(llm), "propose") as proposed, watch(scheduler_of(llm), "schedule") as calls:
+    with (
+        watch(worker_of(llm).triforce, "propose") as proposed,
+        watch(scheduler_of(llm), "schedule") as calls,
+    ):
         found = drive(llm, arrivals)
     steps = [output for _, output in calls if output.total_num_scheduled_tokens]
     assert len(proposed) <= len(steps) - 40, (len(proposed), len(steps))

@@ -1,7 +1,5 @@
 """The kernels once more, for reading: plain loops over NumPy and PyTorch, one row at a time."""
 
-import math
-
 import torch
 
 from vllm_triforce.cache.one_head_blocks import ChunkIds
@@ -38,22 +36,6 @@ def chunk_summary(keys: torch.Tensor, scale: float, kind: str) -> torch.Tensor:
     if kind == "mean":
         return keys.sum(0) / len(keys) * scale
     return (keys.sort(0).values[0 if kind == "min" else -1]) * scale
-
-
-def chunk_scores(
-    query: torch.Tensor,  # [num_heads, head_dim], one layer of one request
-    means: torch.Tensor,  # [num_kv_heads, num_chunks, head_dim], of its candidates
-) -> torch.Tensor:  # [num_kv_heads, num_chunks]
-    num_kv_heads, num_chunks, head_dim = means.shape
-    group = len(query) // num_kv_heads
-    scores = torch.zeros(num_kv_heads, num_chunks)
-    for head, own in enumerate(query):
-        products = means[head // group].float() @ own.float()
-        if group == 1:
-            scores[head] = products
-        elif num_chunks:
-            scores[head // group] += (products / math.sqrt(head_dim)).softmax(0)
-    return scores
 
 
 def sparse_table(
