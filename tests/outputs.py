@@ -14,6 +14,11 @@ from vllm_triforce.metrics.report import counters_of
 LOGPROB_TOLERANCE = 1e-3
 
 
+def greedy(max_tokens: int | None) -> SamplingParams:
+    """Return parameters of an answer that goes on past the end of text."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
 def run(llm, prompts: list[list[int]] | list[dict], params: list, **kwargs):
     """Generate outputs of prompts, tokens or vLLM's, with a ``SamplingParams`` each."""
     prompts = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]

@@ -9,9 +9,8 @@ from vllm.v1.core.sched.output import GrammarOutput
 
 from benchmarks.first_tokens import in_engine
 from tests.conftest import triforce
-from tests.engine.test_scheduling import greedy
 from tests.inside import built, controller_of, drive, scheduler_of, worker_of
-from tests.outputs import assert_same_outputs, run
+from tests.outputs import assert_same_outputs, greedy, run
 from tests.parity.disturbing import watch
 from vllm_triforce.controller import exploration as exploration_module
 from vllm_triforce.controller.planner import Plan
@@ -64,10 +63,10 @@ def test_a_seeded_request_is_as_alone(whole, text, monkeypatch, neighbour, min_t
     )
     seeded = ("seeded", text[1000:1600], params)
     others = {
-        "decodes": {0: [("other", text[:60], greedy(120, ignore_eos=True))], 6: [seeded]},
-        "is longer": {0: [("other", text[:500], greedy(120, ignore_eos=True))], 6: [seeded]},
-        "is read too": {0: [("other", text[:900], greedy(60, ignore_eos=True)), seeded]},
-        "leaves": {0: [("other", text[:60], greedy(9, ignore_eos=True))], 4: [seeded]},
+        "decodes": {0: [("other", text[:60], greedy(120))], 6: [seeded]},
+        "is longer": {0: [("other", text[:500], greedy(120))], 6: [seeded]},
+        "is read too": {0: [("other", text[:900], greedy(60)), seeded]},
+        "leaves": {0: [("other", text[:60], greedy(9))], 4: [seeded]},
     }[neighbour]
     seen = []
     for arrivals in ({0: [seeded]}, others):
@@ -92,9 +91,7 @@ def test_steps_that_give_somebody_a_first_token_are_plain(llm, stock, text, monk
     stock's path, and prompts are read as fast as stock reads them."""
     rest_long(llm, monkeypatch)
     prompts = [text[60 * i : 60 * i + 50] for i in range(40)]
-    arrivals = {
-        2 * i: [(str(i), prompt, greedy(6, ignore_eos=True))] for i, prompt in enumerate(prompts)
-    }
+    arrivals = {2 * i: [(str(i), prompt, greedy(6))] for i, prompt in enumerate(prompts)}
     with (
         watch(worker_of(llm).triforce, "propose") as proposed,
         watch(scheduler_of(llm), "schedule") as calls,
@@ -102,7 +99,7 @@ def test_steps_that_give_somebody_a_first_token_are_plain(llm, stock, text, monk
         found = drive(llm, arrivals)
     steps = [output for _, output in calls if output.total_num_scheduled_tokens]
     assert len(proposed) <= len(steps) - 40, (len(proposed), len(steps))
-    wanted = run(stock, prompts, [greedy(6, ignore_eos=True)] * 40)
+    wanted = run(stock, prompts, [greedy(6)] * 40)
     assert_same_outputs(stock, wanted, [found[str(i)] for i in range(40)])
 
 
@@ -122,7 +119,7 @@ def test_a_seeded_request_keeps_its_drafts_beside_a_late_prompt(engines, pair, t
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)
     seeded = ("seeded", text[1000:1200], params)
     alone = drive(llm, {0: [seeded]})["seeded"].outputs[0].token_ids
-    other = ("other", text[:1500], greedy(4, ignore_eos=True))
+    other = ("other", text[:1500], greedy(4))
     with watch(scheduler_of(llm), "schedule") as calls:
         beside = drive(llm, {0: [seeded], 3: [other]})["seeded"].outputs[0].token_ids
     assert beside == alone
@@ -137,7 +134,7 @@ def test_a_cached_prompt_fits_a_small_step(engines, pair, stock, text):
     small = engines.get(
         pair["target"], keys, max_model_len=1024, max_num_batched_tokens=32, max_num_seqs=4
     )
-    prompt, params = text[:65], greedy(8, ignore_eos=True)
+    prompt, params = text[:65], greedy(8)
     first = drive(small, {0: [("a", prompt, params)]})["a"]
     again = drive(small, {0: [("b", prompt, params)]})["b"]
     assert again.num_cached_tokens == 64
@@ -161,7 +158,7 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
         lambda: seeded.append(controller.backoff.step - step) or reset(),
     )
     arrivals = {
-        0: [("long", text[600:0:-1], greedy(12, ignore_eos=True))],  # no prefix of another
+        0: [("long", text[600:0:-1], greedy(12))],  # no prefix of another
         8: [
             ("short", text[720:700:-1], greedy(1)),
             (

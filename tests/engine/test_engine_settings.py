@@ -19,13 +19,13 @@ from tests.engine.parallel_case import IN_HOST_MEMORY, KEYS, prompts
 from tests.generation import assert_same_tokens
 from tests.inside import controller_of
 from tests.models import make_architecture, make_int8
-from tests.outputs import assert_same_outputs, run, speculating
+from tests.outputs import assert_same_outputs, greedy, run, speculating
 from tests.v2.environment import needs_interpreter, v2_environment
 from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
 
-GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+GREEDY = greedy(30)
 # Of random tokens, without a tokenizer.
 TOKENS_ONLY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
 

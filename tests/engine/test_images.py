@@ -10,12 +10,12 @@ from vllm import SamplingParams
 
 from tests.conftest import triforce
 from tests.images import as_prompt, install, make_idefics3, make_qwen3_vl
-from tests.outputs import assert_same_outputs, p_values, run, speculating
+from tests.outputs import assert_same_outputs, greedy, p_values, run, speculating
 from tests.parity.checks import LEAST_P_VALUE
 
 pytestmark = pytest.mark.engine
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+GREEDY = greedy(24)
 SAMPLED = SamplingParams(temperature=1.0, top_k=4, max_tokens=40, ignore_eos=True)
 ENGINE = dict(
     max_model_len=2048,

@@ -7,18 +7,17 @@ import pytest
 from vllm.distributed import kv_transfer
 
 from tests.conftest import triforce
-from tests.engine.test_scheduling import greedy
 from tests.head_oracle import LAYERS, VOCAB
 from tests.inside import worker_of
 from tests.models import make_head
-from tests.outputs import assert_same_outputs, run, speculating
+from tests.outputs import assert_same_outputs, greedy, run, speculating
 from tests.parity.disturbing import watch
 from vllm_triforce.metrics.report import counters_of
 
 SOURCES = ("lookup", "draft model", "head", "copy")
 LENGTH, BLOCK = 610, 32
 STORED = LENGTH // BLOCK * BLOCK
-PARAMS = greedy(40, ignore_eos=True)
+PARAMS = greedy(40)
 
 
 def connected(work, engines, target: str, connector: str, store: str, keys: dict | None = None):

@@ -21,7 +21,7 @@ from tests.joint import (  # noqa: F401, exact, models and prompt are fixtures
     prompt,
     pvalue,
 )
-from tests.outputs import run
+from tests.outputs import greedy, run
 from tests.parity.cases import TWELVE
 from tests.parity.disturbing import watch
 from vllm_triforce.metrics.report import counters_of
@@ -29,10 +29,6 @@ from vllm_triforce.metrics.report import counters_of
 pytestmark = pytest.mark.engine
 
 NUM_SAMPLES = 2400
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
 
 
 def sampled(max_tokens: int = NUM_TOKENS, **params) -> SamplingParams:

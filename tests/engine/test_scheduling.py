@@ -7,11 +7,10 @@ gate in the middle of the lengths.
 import random
 
 import pytest
-from vllm import SamplingParams
 
 from tests.conftest import triforce
 from tests.inside import built, drive, scheduler_of
-from tests.outputs import assert_same_outputs, run, speculating
+from tests.outputs import assert_same_outputs, greedy, run, speculating
 
 pytestmark = pytest.mark.engine
 
@@ -30,10 +29,6 @@ def llm(engines, pair, request):
     return engines.get(
         pair["target"], keys, enable_prefix_caching=True, disable_log_stats=False, **SMALL
     )
-
-
-def greedy(max_tokens: int, **params) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **params)
 
 
 def metric(llm, name: str) -> int:
@@ -57,7 +52,7 @@ def test_preemption_prefix_hits_and_blocks_that_change_owner(stock, llm, text):
         text[(s := draw.randrange(0, 11000)) : s + draw.choice([150, 290, 420, 560])]
         for _ in range(12)
     ] + [shared + text[(s := draw.randrange(300, 11000)) : s + 90] for _ in range(6)]
-    params = [greedy(draw.choice([20, 60, 100]), ignore_eos=True) for _ in prompts]
+    params = [greedy(draw.choice([20, 60, 100])) for _ in prompts]
     order = draw.sample(range(len(prompts)), len(prompts))
     prompts, params = [prompts[i] for i in order], [params[i] for i in order]
 
@@ -76,18 +71,16 @@ def test_abort_between_proposal_and_full_pass(stock, llm, text):
     engine = llm.llm_engine
     prompts = {"a": text[:400], "b": text[700:1100]}
     for name, prompt in prompts.items():
-        engine.add_request(name, {"prompt_token_ids": prompt}, greedy(60, ignore_eos=True))
+        engine.add_request(name, {"prompt_token_ids": prompt}, greedy(60))
     for _ in range(8):
         engine.step()
     engine.abort_request(["a"])
     again = text[1500:1950]
-    engine.add_request("a", {"prompt_token_ids": again}, greedy(30, ignore_eos=True))
+    engine.add_request("a", {"prompt_token_ids": again}, greedy(30))
     found = {}
     while engine.has_unfinished_requests():
         found |= {o.request_id: o for o in engine.step() if o.finished}
-    wanted = run(
-        stock, [again, prompts["b"]], [greedy(30, ignore_eos=True), greedy(60, ignore_eos=True)]
-    )
+    wanted = run(stock, [again, prompts["b"]], [greedy(30), greedy(60)])
     assert_same_outputs(stock, wanted, [found["a"], found["b"]])
     assert_nothing_is_kept(llm)
 
@@ -105,7 +98,7 @@ def test_preempted_requests_do_not_use_up_level_1s_windows(engines, pair, stock,
         scheduling_policy="priority",
     )
     prompts = {"a": text[:320], "b": text[600:920], "c": text[1200:1240]}
-    params = greedy(40, ignore_eos=True)
+    params = greedy(40)
     a, b, c = ((name, prompt, params, int(name != "c")) for name, prompt in prompts.items())
     found = drive(llm, {0: [a, b], 5: [c]})
     wanted = run(stock, list(prompts.values()), [params] * 3)
@@ -120,7 +113,7 @@ def test_nobody_asks_for_drafts(engines, pair, scheduler, text):
     is not ours knows of nothing, and asks after every step."""
     stock = engines.get(pair["target"])
     prompts = [text[:500], text[700:1500], text[:40]]
-    params = [greedy(30, ignore_eos=True)] * 3
+    params = [greedy(30)] * 3
     keys = triforce(retrieval_budget=192, model=pair["draft"])
     chosen = {} if scheduler is None else {"scheduler_cls": scheduler}
     llm = engines.get(pair["target"], keys, max_model_len=2048, **chosen)

@@ -7,7 +7,7 @@ from vllm import SamplingParams
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens
 from tests.inside import scheduler_of
-from tests.outputs import assert_same_outputs, run
+from tests.outputs import assert_same_outputs, greedy, run
 from tests.parity.disturbing import watch
 from vllm_triforce.metrics.report import counters_of
 
@@ -36,10 +36,6 @@ def answers(llm, prompts, params):
     pool = scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
     return outputs, len(steps), len(preempted)
-
-
-def greedy(max_tokens: int | None) -> SamplingParams:
-    return SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
 
 
 def test_as_many_steps_as_stock_where_nothing_is_speculated_on(engines, pair, stock, text):
