@@ -1,1 +1,1 @@
-"""Triton kernels of Runner V2 and of offload; ``tests/kernels`` has a readable oracle for each."""
+"""Triton kernels of Runner V2 and of offload; ``tests/kernels`` has readable oracles."""
