@@ -30,18 +30,22 @@ def target_logits(
     return _target(target, adapter)(token_ids, logits_to_keep=len(new) + 1).logits[0, :-1]
 
 
-def penalized(
+def shaped(
     logits: torch.Tensor,  # [len(new), vocab_size]: row n is of what follows the prompt and new[:n]
     prompt: Sequence[int],
     new: Sequence[int],
     params: Mapping,
-) -> torch.Tensor:
-    """Apply a request's penalties to its logits, [len(new), vocab_size].
+) -> torch.Tensor:  # [len(new), vocab_size]
+    """Apply what changes single logits, in the order of vLLM's sampler.
 
     Args:
-        new: tokens of its output, of which the last counts for nothing.
+        new: tokens of the output, of which the last counts for nothing.
     """
-    size = logits.shape[-1]
+    logits, size = logits.clone(), logits.shape[-1]
+    if allowed := params.get("allowed_token_ids"):
+        logits = only(logits, allowed)
+    for token, bias in dict(params.get("logit_bias", ())).items():
+        logits[:, token] += bias
     one_hot = torch.nn.functional.one_hot(torch.tensor(new), size)
     counts = one_hot.cumsum(0) - one_hot  # of what came before
     in_prompt = torch.bincount(torch.tensor(prompt, dtype=torch.int64), minlength=size) > 0
@@ -50,21 +54,6 @@ def penalized(
     logits = torch.where((counts > 0) | in_prompt, repeated, logits)
     logits = logits - params.get("frequency_penalty", 0.0) * counts
     return logits - params.get("presence_penalty", 0.0) * (counts > 0)
-
-
-def shaped(
-    logits: torch.Tensor,  # [len(new), vocab_size], float64
-    prompt: Sequence[int],
-    new: Sequence[int],
-    params: Mapping,
-) -> torch.Tensor:  # [len(new), vocab_size]
-    """Apply what changes single logits, in the order of vLLM's sampler."""
-    logits = logits.clone()
-    if allowed := params.get("allowed_token_ids"):
-        logits = only(logits, allowed)
-    for token, bias in dict(params.get("logit_bias", ())).items():
-        logits[:, token] += bias
-    return penalized(logits, prompt, new, params)
 
 
 def only(logits: torch.Tensor, allowed: Sequence[int]) -> torch.Tensor:
