@@ -9,8 +9,9 @@ import random
 import pytest
 
 from tests.conftest import triforce
-from tests.inside import built, drive, scheduler_of
+from tests.inside import built, controller_of, drive, scheduler_of, worker_of
 from tests.outputs import assert_same_outputs, greedy, run, speculating
+from vllm_triforce.metrics.report import counters_of
 
 pytestmark = pytest.mark.engine
 
@@ -85,6 +86,21 @@ def test_abort_between_proposal_and_full_pass(stock, llm, text):
     assert_nothing_is_kept(llm)
 
 
+def test_a_given_min_context_is_reached_while_a_prompt_is_read_in_chunks(engines, pair, text):
+    """A chunk brings hundreds of tokens a step: the batch must not rest for as many steps as tokens
+    are missing. As many proposals as where the prompt is read at once."""
+    keys = {"method": "triforce", "retrieval_budget": 192, "min_context": 1000}
+    proposals = []
+    for num_tokens in (512, 2048):
+        llm = engines.get(
+            pair["target"], keys, max_model_len=2048, max_num_batched_tokens=num_tokens
+        )
+        before = counters_of(llm)
+        run(llm, [text[:1500]], [greedy(80)])
+        proposals.append(counters_of(llm).since(before).num_proposals)
+    assert min(proposals) > 5, proposals
+
+
 def test_preempted_requests_do_not_use_up_level_1s_windows(engines, pair, stock, text):
     """Three requests had a window where two run at a time: the one that was preempted for a request
     of higher priority gives its own up, and reads it anew when it comes back."""
@@ -105,6 +121,23 @@ def test_preempted_requests_do_not_use_up_level_1s_windows(engines, pair, stock,
     assert_same_outputs(stock, wanted, [found[name] for name in prompts])
     assert len(built(llm).speculator.level1.model.cache) <= 2
     assert_nothing_is_kept(llm)
+
+
+def test_who_left_is_forgotten_though_nobody_speculates(engines, pair, text):
+    """While the batch rests nothing is proposed, and yet nothing is kept for requests that left."""
+    llm = engines.get(pair["target"], triforce(retrieval_budget=192, model=pair["draft"]))
+    run(llm, [text[:400], text[500:900]], [greedy(20)] * 2)
+    adapter = worker_of(llm).triforce
+    assert max(adapter.held_requests().values()) > 0, "the last ones, until the next step"
+    rest = controller_of(llm).backoff
+    rest.begin(10**6)
+    begun, rest.reset = rest.reset, lambda: None
+    try:
+        run(llm, [text[:100]], [greedy(4)])
+    finally:
+        rest.reset = begun
+        rest.reset()
+    assert not any(adapter.held_requests().values())
 
 
 @pytest.mark.parametrize("scheduler", [None, "vllm.v1.core.sched.scheduler.Scheduler"])

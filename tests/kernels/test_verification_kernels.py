@@ -254,3 +254,17 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
         expected[4, 0:2, 3] = 0
     expected[2, 5] = target[2, 0]
     assert torch.equal(handed_up.logits, expected), "a greedy row hands up none"
+
+
+def test_looked_up_tokens_are_exported_as_one_hot():
+    """Rows of prompt lookup have no logits."""
+    handed_up = DraftLogits(torch.full((3, 4, 5000), -3.0, device=DEVICE), 9)
+    rows = some_rows(2, gamma=2, num_speculative_tokens=4, length=[3, 2], num_emitted=[2, 2])
+    rows.proposal[:2] = integers([[7, 8, 4999, 7], [1, 1, 1, 1]], torch.int64)
+    rows.row_metadata[:2, RowColumn.SLOT] = integers([2, 0])
+    rows.temperature[0] = 1
+    export_distributions(handed_up, rows, None)
+    expected = torch.full((3, 4, 5000), -3.0, device=DEVICE)
+    expected[2, 1:3] = -torch.inf
+    expected[2, 1, 8] = expected[2, 2, 4999] = 0
+    assert torch.equal(handed_up.logits, expected)
