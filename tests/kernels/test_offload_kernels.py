@@ -1,6 +1,7 @@
 """Kernels of a KV cache in host memory, against plain copies."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import counted, integers, new_counters, some_rows
 from vllm_triforce.kernels.offload import PooledSelection, RetrievalPool, stage_blocks
+from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.row_table import Owner, RowColumn, SlotColumn
 from vllm_triforce.metrics.counters import DeviceCounter
 
@@ -219,3 +221,28 @@ def test_chunks_that_stay_selected_are_not_brought_again(world, seed):
         for pool in world.pools:
             pool[num_selected + computed // BLOCK - tail : WIDTH] = -7.0
         before, computed = set(selected), min(computed + draw.randrange(1, 40), 25 * BLOCK)
+
+
+def test_level_2_writes_behind_its_slots_blocks():
+    rows = some_rows(
+        3,
+        gamma=2,
+        computed=[16 * 10 + 14, 40, 0],
+        length=[1, 0, 0],
+        room=[6, 6, 0],
+        tail=[8, 1, 0],
+        num_selected=[3, 1, 0],
+        num_drafted=[2, 2, 2],
+    )
+    rows.count.fill_(3)
+    rows.row_metadata[:3, RowColumn.SLOT] = integers([2, 0, 1])
+    inputs = PassInputs(4, 3, 4 * HEADS, DEVICE)
+    places = torch.full((12,), 99, dtype=torch.int64, device=DEVICE)
+    tables = torch.zeros(3, 40, dtype=torch.int32, device=DEVICE)
+    pool = SimpleNamespace(slot_mapping=places, width=WIDTH)
+    prepare_target_inputs(rows, inputs, 4, tables, integers([0] * 4), BLOCK, 4095, pool)
+    # Token 175 is the last of block 10, the sixth that the slot has; the next are the seventh's.
+    first = 2 * WIDTH * BLOCK
+    assert places[:3].tolist() == [first + 5 * 16 + 15, first + 6 * 16, first + 6 * 16 + 1]
+    assert places[3:6].tolist() == [2 * 16 + 8, 2 * 16 + 9, 2 * 16 + 10]
+    assert places[6:].tolist() == [-1] * 6, "nothing to verify, and a padded row"
