@@ -8,6 +8,7 @@ import torch
 
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import counted, integers, new_counters, some_rows
+from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.kernels.offload import PooledSelection, RetrievalPool, stage_blocks
 from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.row_table import Owner, RowColumn, SlotColumn
@@ -74,7 +75,13 @@ class World:
         if self._pool is None:
             self._tables = torch.zeros_like(tables)
             self._pool = RetrievalPool(
-                self.hosts, self.pools, self._tables, self.per, SELECTED, self.counters, rows
+                self.hosts,
+                self.pools,
+                self._tables,
+                ChunkIds(*self.per),
+                SELECTED,
+                self.counters,
+                rows,
             )
         self._tables.copy_(tables)
         self._pool.begin()
