@@ -2,12 +2,10 @@
 
 import ast
 import importlib
-import inspect
 import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from tests.models import ROOT
 from tools.docs_tables import stale
 from tools.ledger import LEDGER, written
 from tools.vllm_source import fetch
-from vllm_triforce.vllm_patches import PATCHES
 from vllm_triforce.vllm_patches.cpu_build import (
     expand_kernel_works,
     fix_expand_kernel,
@@ -129,58 +126,6 @@ def test_a_patch_is_applied_once_and_keeps_the_kind_of_method(monkeypatch):
     absent = patch("stop", "self")
     assert absent.missing_name() == "Host.stop" and absent.signature_mismatch() is None
     assert not absent.apply()
-
-
-class Stock(SimpleNamespace):
-    """Any argument of a function of an engine without TriForce."""
-
-    additional_config = {}
-    resumable = True
-    speculative_config = None
-
-
-# Attributes that vLLM's own __init__ makes and wrappers read, by class.
-MADE_BY_INIT = {
-    "EngineArgs": {"additional_config": {}},
-    "EngineCore": {"scheduler": Stock()},
-    "Scheduler": {"vllm_config": Stock()},
-}
-
-
-def calls_of(signature: inspect.Signature) -> list[tuple[tuple, dict]]:
-    """List calls of a function: by position, by name, and with required arguments alone."""
-    parameters = list(signature.parameters.values())
-    values = {p.name: Stock(name=p.name) for p in parameters}
-    first, *rest = parameters
-    required = [p.name for p in parameters if p.default is p.empty]
-    return [
-        (tuple(values.values()), {}),
-        ((values[first.name],), {p.name: values[p.name] for p in rest}),
-        (tuple(values[name] for name in required), {}),
-    ]
-
-
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_a_wrapper_hands_on_every_call_that_vllm_takes(patch):
-    """The object is unprepared, as in a stock engine of the same process."""
-    owner = getattr(importlib.import_module(patch.module), patch.owner)
-    original = inspect.getattr_static(owner, patch.attribute)
-    original = getattr(original, "fget", None) or getattr(original, "__func__", original)
-    signature, handed = inspect.signature(inspect.unwrap(original)), []
-
-    def stub(*args, **kwargs):
-        handed.append(signature.bind(*args, **kwargs).arguments)
-        return MagicMock()
-
-    wrapper = patch.wrap(stub)
-    for args, kwargs in calls_of(signature):
-        if "self" in signature.parameters:
-            bare = object.__new__(owner)
-            for name, value in MADE_BY_INIT.get(patch.owner, {}).items():
-                setattr(bare, name, value)
-            args = (bare, *args[1:])
-        wrapper(*args, **kwargs)
-        assert handed.pop() == signature.bind(*args, **kwargs).arguments and not handed
 
 
 def test_a_swap_that_nobody_would_read_is_refused():
