@@ -1,6 +1,5 @@
 """Promise: every run-time change is needed, idempotent, and its upstream diff still applies."""
 
-import ast
 import importlib
 import re
 import sys
@@ -133,69 +132,6 @@ def test_a_swap_that_nobody_would_read_is_refused():
     with pytest.raises(AttributeError, match=r"sets 'drafter'.*drop method='triforce'"):
         swap.set(SimpleNamespace(), 1)
     assert swap.set(host := SimpleNamespace(drafter=1), 2) == 1 and host.drafter == 2
-
-
-# Attributes of these are ours to write; of every other object only through a Swap.
-OUR_OBJECTS = (
-    "args costs counters direct draft proposal slot speculator step through self.built "
-    "self.counters self._step_config self._steps"
-)
-# What travels with vLLM's messages, and vLLM's schedulers' own subclasses: in the ledger by hand.
-BY_HAND = {
-    "plugin.py": "loader.exec_module",  # Python's
-    # Copies of vLLM's configurations, for level 2's copy of the target.
-    "config/level2.py": "config.dtype config.max_model_len config.quantization "
-    "config.quantization_config",
-    # The copy has the submodule.
-    "core/models.py": "model.get_submodule(parent) config.cache_config config.compilation_config "
-    "config.compilation_config.pass_config config.compilation_config.pass_config.fuse_attn_quant "
-    "config.compilation_config.static_all_moe_layers config.load_config config.lora_config "
-    "config.compilation_config.static_forward_context config.model_config config.quant_config",
-    "core/messages.py": "output scheduler_output",
-    "scheduler/v2.py": "request.spec_token_ids",
-    "scheduler/lookahead.py": "request.spec_token_ids",
-    "scheduler/stats.py": "output.spec_decode_metrics metrics.num_draft_tokens",
-    "metrics/carrier.py": "output.get_output output result",
-    "scheduler/v1.py": "scheduler_output.num_spec_tokens_to_schedule",
-    "scheduler/placeholders.py": "scheduler_output.total_num_scheduled_tokens",
-    "runner_v2/adapters.py": "self._state.__dict__ self._state.drafts",
-    "runner_v2/rejection.py": "masks.__dict__ masks.grammar_bitmask sampler.__dict__ "
-    "sampler.draft_logits sampler.supports_logprob_token_ids",
-}
-
-
-def foreign_writes(path: Path) -> set[str]:
-    """Return the attributes that a file sets on objects other than ``self`` and ours."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
-            targets = [node.target]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
-            targets = [ast.Attribute(node.args[0], "", ast.Store())]
-        else:
-            continue
-        for target in ast.walk(ast.Tuple(targets)):
-            if not (isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)):
-                continue
-            owner = ast.unparse(target.value)
-            dotted = owner.split("[")[0] + "."
-            ours = [name for name in OUR_OBJECTS.split() if dotted.startswith(f"{name}.")]
-            if owner not in ("self", "cls") and not ours:
-                found.add(ast.unparse(target).rstrip("."))
-    return found
-
-
-def test_nothing_else_writes_onto_objects_of_vllm():
-    package = ROOT / "vllm_triforce"
-    found = {
-        str(path.relative_to(package)): writes
-        for path in package.rglob("*.py")
-        if path.parent.name != "vllm_patches" and (writes := foreign_writes(path))
-    }
-    by_hand = {file: set(names.split()) for file, names in BY_HAND.items()}
-    assert found == by_hand, "use a Swap of vllm_patches/swaps.py"
 
 
 def test_an_engine_can_start_beside_llvmlite(monkeypatch):
