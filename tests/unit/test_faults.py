@@ -17,8 +17,6 @@ from vllm_triforce.attention.cpu import FP8
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.config.check_draft import check_head
 from vllm_triforce.core.models import loading_draft
-from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows
-from vllm_triforce.runner_v1.verification import verify
 
 # What becomes of a file's bytes, and what is said of it.
 FILES = {
@@ -203,40 +201,6 @@ def test_failed_allocation_names_size_and_remedy():
 
 
 # NaN.
-
-
-@pytest.mark.parametrize("temperatures", [[0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 1]])
-@pytest.mark.parametrize("entry", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_row_ends_before_a_nan_and_the_others_keep_theirs(temperatures, entry, place):
-    """An infinity that leaves no distribution counts too."""
-    torch.manual_seed(0)
-    logits = torch.randn(9, 7)
-    sampling = SamplingRows(torch.tensor(temperatures, dtype=torch.float32), seeds=[1, 2, 3])
-    drafted = [logits[3 * row : 3 * row + 2].argmax(-1).tolist() for row in range(3)]
-    noise = InnerNoise(0)
-
-    def verified(logits):
-        noise.begin(sampling.seeds, [(5, 0)] * 3)
-        return verify(drafted, None, logits, sampling, noise)
-
-    whole = verified(logits)
-    broken = logits.clone()
-    broken[3 + place, 4] = entry
-    found = verified(broken)
-    assert whole.nan_rows == []
-    if entry == float("inf") and temperatures[1] == 0:
-        return  # the largest number there is: greedy has its answer
-    assert found.nan_rows == [1]
-    assert found.token_ids[1] == whole.token_ids[1][:place]
-    assert found.num_accepted[1] == min(place, whole.num_accepted[1])
-    for row in range(3):
-        if row != 1:
-            assert found.token_ids[row] == whole.token_ids[row] != []
-            assert found.num_accepted[row] == whole.num_accepted[row]
-        probs = whole.probs[row][: len(found.token_ids[row])]
-        for p, q in zip(found.probs[row], probs, strict=True):
-            assert torch.equal(p, q) and not p.isnan().any()
 
 
 @pytest.mark.skipif(
