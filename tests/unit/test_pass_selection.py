@@ -108,16 +108,6 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
             assert torch.equal(own[:, tail], before[layer, row, :, tail])
 
 
-def test_a_pass_of_requests_within_the_budget_selects_nothing():
-    cache = cache_of("retrieval")
-    table = np.arange(BLOCKS, dtype=np.int32)
-    long = cache.selection("long", table[:21], 20 * BLOCK)
-    assert cache.selection("short", table[30:36], 5 * BLOCK).candidates is None
-    selection = PassSelection(cache.policy, {1: long.candidates}, HEADS)
-    tables = torch.zeros(LAYERS, 1, HEADS, 12, dtype=torch.int32)
-    assert not selection.begin_pass([0], [2], [0], tables)
-
-
 @pytest.mark.parametrize("max_round_tokens", [1, 2, 3, 5])
 @pytest.mark.parametrize("max_tokens", [1, 4, 5, 6, 9, 12])
 def test_the_host_knows_in_which_rounds_a_request_may_select(max_round_tokens, max_tokens):
