@@ -51,15 +51,6 @@ def hasher():
     return get_request_block_hasher(BLOCK, sha256)
 
 
-def test_a_cached_prompt_waits_for_no_room_for_drafts(hasher):
-    its = scheduler(13, prefix_caching=True)
-    add(its, "a", [5] * 161, hasher=hasher)
-    step(its)
-    assert num_held(its, "a") == 13
-    add(its, "b", [5] * 160 + [6] * 4, hasher=hasher)
-    assert step(its).num_scheduled_tokens["b"] == 4
-
-
 def test_a_session_that_waits_for_its_next_piece_keeps_no_room_for_drafts():
     its = scheduler(8)
     add(its, "a", [5] * 20, resumable=True)
@@ -72,17 +63,6 @@ def test_a_session_that_waits_for_its_next_piece_keeps_no_room_for_drafts():
     assert output.triforce_blocks_kept == {"a": (2,)}
 
 
-def test_a_session_waits_for_no_room_for_drafts():
-    its = scheduler(10)
-    add(its, "a", [5] * 20, resumable=True)
-    step(its, token=STOP)
-    add(its, "b", [6] * 20)
-    step(its)
-    assert num_held(its, "a") == num_held(its, "b") == 4
-    add(its, "a", [5] * 90, resumable=True)  # seven blocks in all
-    assert step(its).num_scheduled_tokens["a"] == 90
-
-
 def reading(num_tokens: int = 64, num_running: int = 3, num_blocks: int = 60, **params):
     """Make a scheduler of such steps with requests that have drafts, and with a late prompt."""
     its = scheduler(num_blocks, max_num_batched_tokens=num_tokens)
@@ -90,30 +70,6 @@ def reading(num_tokens: int = 64, num_running: int = 3, num_blocks: int = 60, **
         add(its, name, [5] * 10, **params)
     step(its)
     return its
-
-
-def test_drafts_take_what_prompts_leave():
-    its = reading(64)
-    add(its, "late", [6] * 100)
-    assert step(its).num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "late": 61}
-    assert step(its).num_scheduled_tokens == {"a": 1, "b": 1, "c": 1, "late": 39}
-    output = step(its)
-    assert output.num_scheduled_tokens["a"] > 1, "there is nothing to be read"
-    assert sum(output.num_scheduled_tokens.values()) == 64
-
-
-def test_nobody_proposes_what_would_be_cut():
-    its = reading(64)
-    add(its, "late", [6] * 200)
-    for _ in range(3):
-        assert not step(its).triforce_plan.proposing
-    assert sum(p.num_tokens for p in step(its).triforce_plan.proposing.values()) == 60
-
-
-def test_a_share_of_the_budget_goes_to_each_proposal():
-    its = reading(64, num_running=4)
-    planned = step(its).triforce_plan.proposing
-    assert [planned[name].num_tokens for name in "abcd"] == [15] * 4
 
 
 def test_a_seeded_request_does_not_share():
