@@ -15,7 +15,6 @@ from vllm.v1.request import RequestStatus
 from tests.unit.stepping import add, scheduler, step
 from tests.unit.worlds import LONG_PAYS
 from vllm_triforce.config import TriForceConfig, checks
-from vllm_triforce.controller.async_controller import AsyncController, Outcome
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.messages import (
     RequestPlan,
@@ -35,13 +34,6 @@ ALL = RequestPlan(HIERARCHICAL, 6, 3)
 def plans(its, num_steps: int = 1, **how) -> list[dict[str, RequestPlan]]:
     """Return what the next steps plan."""
     return [dict(plan_of(step(its, **how)).proposing) for _ in range(num_steps)]
-
-
-def test_short_contexts_and_prefills_propose_nothing():
-    its = scheduler(60, 6, min_context=40, max_num_batched_tokens=64)
-    add(its, "short", [5] * 20)
-    add(its, "long", [5] * 100)
-    assert plans(its, 3) == [{}, {"long": ALL}, {"long": ALL}], "first a chunk of its prompt"
 
 
 def test_who_names_tokens_or_asks_for_none_proposes_nothing():
@@ -86,16 +78,6 @@ def test_nothing_is_proposed_beyond_the_end():
     assert plans(its)[0].keys() == {"seeded"}
 
 
-def test_as_many_speculate_as_the_worker_keeps_something_for():
-    its = scheduler(60, 6, max_speculating_seqs=2)
-    for name in "abc":
-        add(its, name, [5] * 20)
-    for found in plans(its, 3):
-        assert found.keys() == {"a", "b"}, "who has a slot keeps it"
-    its.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    assert plans(its)[0].keys() == {"b", "c"}, "who has left gives it up"
-
-
 @pytest.mark.parametrize(
     ("levels", "most", "expected"),
     [
@@ -137,33 +119,6 @@ def test_nothing_is_planned_for_disabled_requests():
     step(its)
     add(its, "a", [5] * 20)
     assert plans(its)[0].keys() == {"a", "c"}, "another of its name"
-
-
-@pytest.mark.parametrize("accepted", [2, 20], ids=["rejected", "padding too"])
-def test_decisions_begin_with_measurements(monkeypatch, accepted):
-    """Padding that the full pass accepts beside a shorter proposal counts for nothing."""
-    seen, before = [], {}
-    monkeypatch.setattr(AsyncController, "on_step_end", lambda self, *step: seen.append(step))
-    limits = dict(max_model_len=4096, max_num_batched_tokens=4096, is_asynchronous=True)
-    its = scheduler(250, None, min_context=None, adaptive=True, **limits)
-    add(its, "one", [5] * 2000)
-    for number, measured in enumerate((None, None, LONG_PAYS, None, None, None)):
-
-        def report(plan_number: int, measured=measured, before=before) -> StepReport:
-            proposed = {
-                name: RequestReport(planned.num_tokens - 1, planned.num_rounds, 3, 1)
-                for name, planned in before.items()
-            }
-            return StepReport(plan_number - 1, proposed, measured=measured)
-
-        (plan,) = plans(its, accepted=accepted, make_report=report)
-        assert bool(plan) == (number > 2)
-        before = plan
-    _, outcomes, _, time = seen[-1]
-    (outcome,) = outcomes.values()
-    proposed = time.tokens[0] - 2
-    expected = Outcome(proposed, min(accepted, proposed), proposed, outcome.num_rounds, 3, 1)
-    assert outcome == expected and time.num_drafts == proposed + 1
 
 
 def test_a_report_goes_with_the_output_of_the_step_after():
