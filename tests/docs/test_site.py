@@ -41,12 +41,6 @@ def test_nothing_is_loaded_from_elsewhere(site):
         assert addresses and not [a for a in addresses if urlsplit(a).netloc]
 
 
-def test_pictures_follow_the_switch_of_the_page(site):
-    text = (site / "index.html").read_text()
-    assert "front-light.svg#only-light" in text and "front-dark.svg#only-dark" in text
-    assert "<picture" not in text
-
-
 def test_sources_that_are_not_pages_are_no_links(site):
     links = {link for path in site.rglob("*.html") for link in LINK.findall(path.read_text())}
     inner = [parts.path for link in links if not (parts := urlsplit(link)).scheme]
