@@ -1,5 +1,5 @@
-"""Promise: dashboard and alerts ask for metrics that a server has, all of ours among them, and the
-files for containers and Kubernetes fit what is supported and what is in the folder."""
+"""Promise: dashboard and alerts ask for metrics that a server has, all of ours among them, and keys
+and images of the files for containers and Kubernetes are supported."""
 
 import json
 import re
@@ -82,85 +82,13 @@ def test_every_metric_of_ours_is_shown():
     assert metrics_of_ours() - shown == left_out
 
 
-def test_compose_mounts_existing_files_and_volumes():
-    services = read("compose.yaml")["services"]
-    assert set(services) == {"vllm", "prometheus", "grafana"}
-    for service in services.values():
-        for mount in service.get("volumes", ()):
-            source = mount.split(":")[0]
-            assert not source.startswith("./") or (FOLDER / source).exists(), mount
-    build = services["vllm"]["build"]
-    assert (FOLDER / build["context"]).resolve() == ROOT
-    assert (ROOT / build["dockerfile"]).is_file()
-    scraped = read("prometheus.yml")["scrape_configs"]
-    assert scraped[0]["static_configs"][0]["targets"] == ["vllm:8000"]
-    assert scraped[0]["job_name"] == "vllm"  # the alerts' job
-    (rules,) = read("prometheus.yml")["rule_files"]
-    assert f"./{rules}:/etc/prometheus/{rules}:ro" in services["prometheus"]["volumes"]
-
-
-def test_provisioning_finds_the_dashboard():
-    (source,) = read("grafana/provisioning/datasources/prometheus.yml")["datasources"]
-    (default,) = [v for v in DASHBOARD["templating"]["list"] if v["type"] == "datasource"]
-    assert default["current"]["value"] == source["uid"]
-    (provider,) = read("grafana/provisioning/dashboards/triforce.yml")["providers"]
-    assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
-
-
-def manifests() -> dict[str, dict]:
-    """Read kubernetes.yaml, by kind."""
-    parts = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
-    assert all(part["apiVersion"] and part["metadata"]["name"] == "vllm-triforce" for part in parts)
-    by_kind = {part["kind"]: part for part in parts}
-    assert list(by_kind) == ["PersistentVolumeClaim", "Deployment", "Service"]
-    return by_kind
-
-
-def test_manifests_fit_together():
-    by_kind = manifests()
-    deployment, service = by_kind["Deployment"]["spec"], by_kind["Service"]["spec"]
-    monitor = read("podmonitor.yaml")
-    template = deployment["template"]
-    labels, pod = template["metadata"]["labels"], template["spec"]
-    selectors = (deployment["selector"]["matchLabels"], service["selector"])
-    for selector in (*selectors, monitor["spec"]["selector"]["matchLabels"]):
-        assert selector.items() <= labels.items()
-    (container,) = pod["containers"]
-    (port,) = container["ports"]
-    assert port["containerPort"] == 8000  # vLLM's default: no --port is given
-    assert "--port" not in container["args"]
-    assert [p["targetPort"] for p in service["ports"]] == [port["name"]]
-    (scraped,) = monitor["spec"]["podMetricsEndpoints"]
-    annotations = template["metadata"]["annotations"]
-    assert scraped["port"] == port["name"] and annotations["prometheus.io/port"] == "8000"
-    assert scraped["path"] == annotations["prometheus.io/path"] == "/metrics"
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert volumes.keys() == mounts.keys() and mounts["shm"] == "/dev/shm"
-    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == "vllm-triforce"
-    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
-    for name in ("HF_HOME", "VLLM_CACHE_ROOT"):
-        assert variables[name].startswith(f"{mounts['cache']}/")
-
-
-def test_the_alert_knows_the_job_of_each_scrape_target():
-    (alert,) = (alert for alert in alerts() if alert["alert"] == "VllmDown")
-    jobs = re.search(r'job=~"([^"]+)"', alert["expr"])[1]
-    monitor = read("podmonitor.yaml")["spec"]
-    labels = manifests()["Deployment"]["spec"]["template"]["metadata"]["labels"]
-    for job in ("vllm", labels[monitor["jobLabel"]]):
-        assert re.fullmatch(jobs, job)
-
-
 def test_keys_and_image_are_supported():
     service = read("compose.yaml")["services"]["vllm"]
     stack = read("production-stack.yaml")
     (model,) = stack["servingEngineSpec"]["modelSpec"]
-    (container,) = manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+    parts = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
+    (deployment,) = (part["spec"] for part in parts if part["kind"] == "Deployment")
+    (container,) = deployment["template"]["spec"]["containers"]
     for command in (service["command"], model["vllmConfig"]["extraArgs"], container["args"]):
         keys = json.loads(command[command.index("--speculative-config") + 1])
         assert keys.pop("method") == "triforce"
