@@ -133,24 +133,6 @@ def test_masked_logits_of_runner_v2_give_the_same_distributions(names, vocab_siz
     assert masked.is_contiguous() and lse.is_contiguous()
 
 
-def test_greedy_rows_beside_sampled_ones():
-    """A greedy row emits argmaxes, whatever the noise."""
-    torch.manual_seed(0)
-    logits = torch.randn(6, VOCAB)
-    sampling = SamplingRows(temperature=torch.tensor([0.0, 1.0]))
-    noise = InnerNoise(0)
-    best = logits.argmax(-1).tolist()
-    wrong = (best[1] + 1) % VOCAB
-    for _ in range(20):
-        noise.begin([], [(0, 0), (0, 0)])
-        drafted = [[best[0], wrong], [1, 2]]
-        probs = [list(torch.eye(VOCAB)[t] for t in row) for row in drafted]
-        verified = inner.verify(drafted, probs, logits, sampling, noise)
-        assert verified.token_ids[0] == [best[0], best[1]]
-        assert verified.num_accepted[0] == 1
-        assert len(verified.probs[1]) == len(verified.token_ids[1])
-
-
 def test_noise_is_reproducible_and_never_repeats():
     noise = InnerNoise(0)
     noise.begin([7], [(100, 0)])

@@ -8,10 +8,8 @@ import torch
 
 from tests.refusals import refused
 from vllm_triforce.config.checks import _check_pass_size
-from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN_ROUTE
 from vllm_triforce.runner_v1.levels import LevelsV1
 from vllm_triforce.runner_v2.batch import Placeholders
-from vllm_triforce.runner_v2.runner import Routes
 
 
 def _request(token_ids: list[int], *places: tuple[int, int, list[bool] | None]):
@@ -42,24 +40,6 @@ def test_ids_are_those_that_stand_for_an_embedding():
     assert seen.tolist() == [[-1, -1, 7, 1], [300, 0, -1, -1]]
     assert "image" in placeholders and "text" not in placeholders and "gone" not in placeholders
     assert "text" not in Placeholders(SimpleNamespace(encoder_cache=None, device=None))
-
-
-@pytest.mark.parametrize("level1", ["draft_model", "prompt_lookup", None])
-def test_a_draft_model_gets_no_request_with_images(level1):
-    built = SimpleNamespace(
-        speculator=SimpleNamespace(level1=level1 and SimpleNamespace(name=level1)),
-        context=SimpleNamespace(placeholders={"image"}),
-    )
-    routes = Routes(config=None, built=built, flags=None)
-    through_levels = LEVEL2_ALONE if level1 == "draft_model" else HIERARCHICAL
-    assert routes._route("image", HIERARCHICAL) == through_levels
-    assert routes._route("image", "draft_model") == PLAIN_ROUTE
-    for request_id, route in (
-        ("image", "prompt_lookup"),
-        ("image", "head"),
-        ("text", HIERARCHICAL),
-    ):
-        assert routes._route(request_id, route) == route
 
 
 @pytest.mark.parametrize("takes_images", [True, False])  # False: --language-model-only

@@ -1,14 +1,12 @@
 """Promise: an EAGLE-3 head reads each token with the state that belongs to it."""
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_triforce.cache.streaming import StateWindow
-from vllm_triforce.runner_v1.batch import RunnerBatch
 from vllm_triforce.runner_v1.sources.head import HiddenStates
 
 RECENT, CAPACITY = 12, 24
@@ -111,17 +109,6 @@ def test_few_entries_are_fed_again():
     assert request.draft(np.array(tokens), 33, 2) == 3
 
 
-def test_a_request_of_the_same_id_starts_anew():
-    request = Request()
-    request.read(0, 30)
-    request.states.release("a")
-    request.newest.clear()
-    request.read(8, 10)  # behind a prefix hit
-    assert request.states.first_known("a") == 8
-    request.states.keep({"b"})
-    assert not len(request.states)
-
-
 def tensor_bytes(values) -> int:
     """Return the bytes of all tensors that an object keeps alive."""
     storages = {}
@@ -182,26 +169,3 @@ def test_a_request_takes_the_place_of_one_that_left():
     assert "b" not in states and states.first_known("d") == 12
     assert states.take("c", 11, 13).tolist() == [[99_011.0], [99_012.0]]
     assert states.take("d", 12, 13).tolist() == [[100_012.0]]
-
-
-def test_places_go_to_contexts_that_may_be_speculated_on():
-    """Those that hold one come first among them; requests that never speculate get none."""
-    lengths = {"short": 50, "never": 500, "held": 400, "held short": 60, "long": 300}
-    requests = {
-        name: SimpleNamespace(
-            num_tokens=n,
-            sampling_params=SimpleNamespace(
-                logprob_token_ids=[1] if name == "never" else None, extra_args=None
-            ),
-        )
-        for name, n in lengths.items()
-    }
-    batch = SimpleNamespace(req_ids=list(lengths))
-    runner = SimpleNamespace(input_batch=batch, requests=requests)
-    reader = RunnerBatch(runner, SimpleNamespace(min_context=200), ())
-    chosen = [reader.rows_with_states({"held", "held short"}, n) for n in range(1, 6)]
-    names = [{batch.req_ids[row] for row in rows} for rows in chosen]
-    assert names[0] == {"held"}
-    assert names[1] == {"held", "long"}
-    assert names[2] == {"held", "long", "held short"}
-    assert names[3] == names[4] == set(lengths) - {"never"}

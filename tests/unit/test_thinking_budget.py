@@ -129,18 +129,6 @@ def test_a_request_that_comes_back_goes_on_within_the_forced_string():
         assert (liked[known] if forced is None else forced) == wanted[known]
 
 
-def test_rows_move_with_their_requests():
-    reasoning = config([START], [END])
-    holder = PlainThinkingBudget(reasoning, 2, CPU)
-    holder, outputs = with_requests(holder, [[4], [4, START]], [None, 3])
-    outputs[1] += [7, 7, 7]
-    moved = [(1, 0, MoveDirectionality.UNIDIRECTIONAL)]
-    holder.sync_batch(BatchUpdate(1, removed=[], added=[], moved=moved))
-    holder.update_state([outputs[1]], [[]])
-    logits = holder.apply_to_logits(torch.zeros(1, VOCAB), False, [[]])
-    assert forced_tokens(logits) == [END]
-
-
 def test_a_row_forgets_its_former_request():
     reasoning = config([START], [END])
     holder = PlainThinkingBudget(reasoning, 2, CPU)
