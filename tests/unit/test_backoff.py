@@ -34,17 +34,6 @@ def test_a_rest_begins_and_ends():
     ]
 
 
-def test_few_steps_at_rest_are_timed():
-    """Of settled steps one in eight is timed, which takes two begins."""
-    backoff = SpeculationBackoff()
-    backoff.begin(801)
-    timed = 0
-    for _ in range(800):
-        backoff.begin_step()
-        timed += backoff.wants_times
-    assert timed == 200
-
-
 def resting(decision_s: float):
     """Return a controller whose decisions delay a step by ``decision_s``, and a plain step."""
     found = controller(NOTHING_PAYS)

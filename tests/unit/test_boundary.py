@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_triforce.runner_v1.batch import RunnerBatch
 from vllm_triforce.runner_v1.draft_batch import Proposal
 from vllm_triforce.runner_v1.draft_probs import Check, ContractViolation, DraftProbsStore
 from vllm_triforce.runner_v1.runner import RunnerAdapterV1
@@ -130,12 +129,3 @@ def test_an_unknown_value_of_the_variable_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_TRIFORCE_CHECK", "yes")
     with pytest.raises(ValueError, match=r"VLLM_TRIFORCE_CHECK='yes'.*use 1"):
         DraftProbsStore()
-
-
-def test_as_many_are_speculated_on_at_a_time_as_asked_for():
-    """Requests that were speculated on before go first."""
-    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "c", "d"]))
-    reader = RunnerBatch(runner, None, ())
-    assert reader.limit_rows([1, 3], {"d"}, 2) == [1, 3]
-    assert reader.limit_rows([0, 1, 2, 3], {"d"}, 2) == [0, 3]
-    assert reader.limit_rows([0, 1, 2, 3], {"b", "c", "d"}, 2) == [1, 2]

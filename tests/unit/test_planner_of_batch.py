@@ -107,13 +107,6 @@ def options_of_one(lengths: list[int], tokens: list[float], seconds: list[float]
     return Options(*each, nothing == 0, routes, [{}], nothing, nothing)
 
 
-@pytest.mark.parametrize("num_others, column", [(7, -1), (1, 0)])
-def test_nobody_waits_long_for_one_that_is_predicted_well(num_others, column):
-    """A proposal triples one request's speed and halves that of the others."""
-    options = options_of_one([8], [5.0], [1.0])
-    assert plan(options, step_costs(1.0, num_plain=num_others)).options.tolist() == [column]
-
-
 def test_a_gain_below_the_margin_is_not_taken():
     options = options_of_one([4, 8, 2], [3.9, 4.1, 1.5], [0.1] * 3)
     assert plan(options, step_costs(1.0, error=0.1)).options.tolist() == [1]
