@@ -138,12 +138,6 @@ def test_a_draft_is_refused_where_level_1_takes_no_part(key, value):
         config.with_defaults(can_adapt=True, model=model)
 
 
-@pytest.mark.parametrize("levels", ["1,2,3", "1,3", "2,3"])
-def test_levels_that_take_no_part_keep_nothing(levels):
-    resolved = TriForceConfig(levels=levels).with_defaults(can_adapt=True).resolve(32)
-    assert (resolved.policy == "retrieval") == ("2" in levels)
-
-
 def test_a_heads_window_has_no_sinks():
     for is_head, num_sinks in ((False, 16), (True, 0)):
         config = TriForceConfig().with_defaults(True, "draft", is_head=is_head)

@@ -1,17 +1,19 @@
-"""Promise: a request's own newest settled token selects, and no draft that level 2 tests."""
+"""Promise: a request's own newest settled token selects, and no draft that level 2 tests; the first
+block and the recent ones are read beside what is selected."""
 
 import numpy as np
 import pytest
 import torch
 
-from tests.unit.test_selection import retrieval_cache
 from vllm_triforce.cache.pass_selection import (
     TOKENS_PER_SELECTION,
     PassSelection,
     may_select,
 )
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
+from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.budget import RetrievalBudget
+from vllm_triforce.selection import POLICIES
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 2, 16, 4, 64
 BUDGET, RECENT = 8, 2
@@ -19,9 +21,24 @@ NUM_SELECTED = BUDGET - RECENT - 1
 MOST = 14
 
 
-def cache_of(policy: str, most: int = BUDGET, blocks: int = BLOCKS) -> RetrievalCache:
+def cache_of(policy: str, most: int = BUDGET, num_blocks: int = BLOCKS) -> RetrievalCache:
     """With a budget of ``BUDGET`` blocks, or of an eighth of the context and at most ``most``."""
-    return retrieval_cache(policy, blocks, BLOCK, RetrievalBudget(BUDGET, most, RECENT))[0]
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(LAYERS, num_blocks, HEADS, BLOCK, DIM, generator=generator)
+    chosen = POLICIES[policy]()
+    summaries = ChunkSummaries(
+        chosen.summaries,
+        LAYERS,
+        num_blocks,
+        HEADS,
+        DIM,
+        torch.float32,
+        [
+            lambda ids, kind, layer=layer: kind.reduce(keys[layer, ids], 2)
+            for layer in range(LAYERS)
+        ],
+    )
+    return RetrievalCache(summaries, chosen, BLOCK, RetrievalBudget(BUDGET, most, RECENT))
 
 
 def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) -> list[set[int]]:
@@ -102,10 +119,10 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
                 one_head = own[head, 1 : 1 + num_selected] - head
                 assert {int(b) // HEADS for b in one_head} == expected[head]
                 assert set((one_head % HEADS).tolist()) == {0}
-            # The first block and the tail stay.
-            assert torch.equal(own[:, 0], before[layer, row, :, 0])
-            tail = slice(1 + num_selected, None)
-            assert torch.equal(own[:, tail], before[layer, row, :, tail])
+            # Around them are the first block, and the recent ones with the one that is written.
+            around = own[:, [0, *range(1 + num_selected, 2 + num_selected + RECENT)]] // HEADS
+            blocks = [0, *range(num_fulls[row] - RECENT, num_fulls[row] + 1)]
+            assert (around == torch.from_numpy(tables[row][blocks])).all()
 
 
 @pytest.mark.parametrize("max_round_tokens", [1, 2, 3, 5])
@@ -147,6 +164,21 @@ def test_a_request_selects_at_first_and_after_each_few_tokens():
         for head in range(HEADS):
             one_head = sparse[layer, 1, head, 1 : 1 + NUM_SELECTED] - head
             assert {int(b) // HEADS for b in one_head} == expected[head]
+
+
+def test_known_blocks_bring_their_means_along():
+    """Requests share the blocks of a cached prefix."""
+    cache = cache_of("retrieval")
+    updated = []
+    update = cache.summaries.update
+    cache.summaries.update = lambda ids: (updated.append(ids.tolist()), update(ids))
+    blocks = np.arange(BLOCKS, dtype=np.int32)
+    cache.selection("a", blocks, 40 * BLOCK)
+    cache.release("a")
+    cache.selection("b", blocks, 42 * BLOCK)
+    cache.invalidate_summaries([3, 7])
+    cache.selection("c", blocks, 42 * BLOCK)
+    assert updated == [list(range(40)), [40, 41], [3, 7]]
 
 
 def test_candidates_are_gathered_again_when_a_block_became_full():

@@ -119,12 +119,21 @@ def test_a_vllm_that_does_not_work_by_itself_is_told_from_one_that_is_another(mo
     assert broken.startswith(plugin.DOES_NOT_LOAD) and "torchvision::nms" in broken
 
 
-def test_actions_run_once_after_the_import_that_they_wait_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_first", [True, False])
+def test_actions_run_once_after_the_import_that_they_wait_for(tmp_path, monkeypatch, is_first):
+    """Beside finders of other packages: one asks all others, one has an older protocol."""
+
+    class AsksOthers:
+        def find_spec(self, name, path=None, target=None):
+            others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+            specs = (other.find_spec(name, path, target) for other in others)
+            return next((spec for spec in specs if spec), None) if "a_late" in name else None
+
     (tmp_path / "a_late_module.py").write_text(
         "import os\nif os.environ['LATE'] == 'fails':\n    raise RuntimeError('late')\nvalue = 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])
     monkeypatch.setenv("LATE", "fails")
     after, ran = _AfterImport(), []
 
@@ -137,6 +146,7 @@ def test_actions_run_once_after_the_import_that_they_wait_for(tmp_path, monkeypa
 
     after.add("a_late_module", action)
     after.add("a_late_module", action)
+    sys.meta_path.insert(1 if is_first else 0, AsksOthers())
     with pytest.raises(RuntimeError):
         importlib.import_module("a_late_module")
     assert not ran and importlib.util.find_spec("a_late_module") is not None
@@ -146,27 +156,6 @@ def test_actions_run_once_after_the_import_that_they_wait_for(tmp_path, monkeypa
     assert inspect.getsource(module).startswith("import os")
     after.add("a_late_module", action)
     assert ran == [1, "chained"] * 2 and after not in sys.meta_path
-    monkeypatch.delitem(sys.modules, "a_late_module")
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_finders_of_other_packages(tmp_path, monkeypatch, is_first):
-    """One asks all others, and one has the protocol before ``find_spec``."""
-
-    class AsksOthers:
-        def find_spec(self, name, path=None, target=None):
-            others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
-            specs = (other.find_spec(name, path, target) for other in others)
-            return next((spec for spec in specs if spec), None) if "a_late" in name else None
-
-    (tmp_path / "a_late_module.py").write_text("value = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    after, ran = _AfterImport(), []
-    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])
-    after.add("a_late_module", lambda: ran.append(sys.modules["a_late_module"].value))
-    sys.meta_path.insert(1 if is_first else 0, AsksOthers())
-    importlib.import_module("a_late_module")
-    assert ran == [1] and after not in sys.meta_path
     monkeypatch.delitem(sys.modules, "a_late_module")
 
 

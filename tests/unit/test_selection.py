@@ -1,18 +1,16 @@
-"""Promise: every policy selects what it says; the retrieval cache hands level 2 the right blocks.
+"""Promise: every policy selects what it says, alike on both runners.
 
 The matrix runs each policy in ``POLICIES`` over odd sizes; a policy added there is tested here.
 """
 
-import numpy as np
 import pytest
 import torch
 
 from tests.kernels.tensors import some_rows
 from vllm_triforce.cache.key_layout import probe_key_order
 from vllm_triforce.cache.pass_selection import PassSelection
-from vllm_triforce.cache.retrieval_cache import Candidates, RetrievalCache
-from vllm_triforce.cache.summaries import ChunkSummaries, QuantizedSummaries
-from vllm_triforce.config.budget import RetrievalBudget
+from vllm_triforce.cache.retrieval_cache import Candidates
+from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.runner_v2.selections import PolicySelection
 from vllm_triforce.selection import POLICIES, Summary
 from vllm_triforce.selection.quest import QuestPolicy
@@ -20,7 +18,6 @@ from vllm_triforce.selection.retrieval import RetrievalPolicy
 
 BLOCK = 32
 CPU = torch.device("cpu")
-BUDGET = RetrievalBudget(8, 8, recent=2)
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -65,87 +62,6 @@ def test_scores_of_another_shape_are_refused(wrong):
     found = list(policy.score(query, summaries, 13).shape)
     told = f"selection policy 'wrong': score() gave {found}; it has to be [3, 2, 4 (or 1), 13]"
     assert told in str(refused.value)
-
-
-def retrieval_cache(
-    policy="retrieval",
-    num_blocks=64,
-    block_size=BLOCK,
-    budget=BUDGET,
-) -> tuple[RetrievalCache, torch.Tensor]:
-    """Return a cache over random keys, and these, [layers, num_blocks, heads, block_size, 16]."""
-    keys = torch.randn(2, num_blocks, 2, block_size, 16, generator=torch.Generator().manual_seed(0))
-    chosen = POLICIES[policy]()
-    summaries = ChunkSummaries(
-        chosen.summaries,
-        2,
-        num_blocks,
-        2,
-        16,
-        torch.float32,
-        [lambda ids, kind, layer=layer: kind.reduce(keys[layer, ids], 2) for layer in range(2)],
-    )
-    return RetrievalCache(summaries, chosen, block_size, budget), keys
-
-
-def blocks_read(tables, skipped, cache, num_tokens, row=0, layer=0, head=0):
-    """Return block ids that a one-head sequence reaches, in order."""
-    heads = cache.summaries.num_kv_heads
-    length = num_tokens - int(skipped[row])
-    table = tables[layer, row * heads + head][: -(-length // BLOCK)]
-    assert bool((table % heads == head).all())
-    return (table // heads).tolist()
-
-
-def test_table_is_first_selected_then_tail():
-    cache, keys = retrieval_cache()
-    blocks = np.random.default_rng(0).permutation(64).astype(np.int32)
-    num_tokens = 40 * BLOCK + 5
-    query = torch.randn(2, 1, 2, 16)
-    selection = cache.selection("a", blocks, num_tokens)
-    tables, skipped = cache.block_table([selection], [blocks], [num_tokens + 6])
-    in_pass = PassSelection(cache.policy, {0: selection.candidates}, 2)
-    assert in_pass.begin_pass([0], [1], [0], tables.unflatten(1, (1, 2)))
-    for layer in range(2):
-        in_pass.select(layer, query[layer])
-    for layer in range(2):
-        for head in range(2):
-            read = blocks_read(tables, skipped, cache, num_tokens + 6, 0, layer, head)
-            assert len(set(read)) == len(read)
-            assert read[0] == blocks[0]
-            # Recent blocks and the one being written, in their order, at the end.
-            assert read[-3:] == blocks[38:41].tolist()
-            candidates = blocks[1:38]
-            mean = keys[layer, candidates, head].mean(1)
-            best = (mean @ query[layer, 0, head]).topk(5).indices
-            assert set(read[1:-3]) == set(candidates[best.numpy()].tolist())
-            assert len(read) * BLOCK <= 8 * BLOCK + BLOCK
-
-
-@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 70, 8 * 32, 8 * 32 + 31])
-def test_budget_that_covers_the_context_reads_everything_in_order(num_tokens):
-    cache, _ = retrieval_cache()
-    blocks = np.arange(20, 50, dtype=np.int32)
-    selection = cache.selection("a", blocks, num_tokens)
-    tables, skipped = cache.block_table([selection], [blocks], [num_tokens])
-    assert int(skipped[0]) == 0
-    wanted = blocks[: -(-num_tokens // BLOCK)].tolist()
-    assert blocks_read(tables, skipped, cache, num_tokens) == wanted
-
-
-def test_known_blocks_bring_their_means_along():
-    """Requests share the blocks of a cached prefix."""
-    cache, _ = retrieval_cache()
-    updated = []
-    update = cache.summaries.update
-    cache.summaries.update = lambda ids: (updated.append(ids.tolist()), update(ids))
-    blocks = np.arange(64, dtype=np.int32)
-    cache.selection("a", blocks, 40 * BLOCK)
-    cache.release("a")
-    cache.selection("b", blocks, 42 * BLOCK)
-    cache.invalidate_summaries([3, 7])
-    cache.selection("c", blocks, 42 * BLOCK)
-    assert updated == [list(range(40)), [40, 41], [3, 7]]
 
 
 @pytest.mark.parametrize("order", ["plain", "transposed", "pairs", "shuffled"])
