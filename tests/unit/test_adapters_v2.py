@@ -85,16 +85,6 @@ def test_adapters_loaded_in_place_load_once_a_step(runner):
     assert runner.told == [((1, 2), (1, 2), {2})]
 
 
-def test_a_request_that_has_left_leaves_no_adapter_to_its_place(runner):
-    """vLLM keeps the number of a place's former owner in its tensors."""
-    runner.lora_state.remove_request("0")
-    assert runner.lora_state.lora_ids[0] == 2
-    adapters = LevelAdapters(runner)
-    assert not adapters.has_any(["0"])
-    runner.add("9", 0, 0)
-    assert not adapters.has_any(["9"])
-
-
 def test_plain_batches_pay_nothing(runner):
     """Telling vLLM again that there are no adapters would wait for the device."""
     adapters = LevelAdapters(runner)

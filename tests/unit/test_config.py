@@ -215,12 +215,6 @@ def test_by_default_the_budget_is_a_share_of_the_context(block_size):
     assert config.table_width * block_size > 4096
 
 
-def test_window_has_room_to_grow():
-    config = TriForceConfig(num_sink_tokens=4, num_recent_tokens=100).with_defaults(can_adapt=True)
-    assert config.window_tokens == config.resolve(32).window_tokens
-    assert config.window_tokens >= 104 + config.num_speculative_tokens + 1
-
-
 @pytest.mark.parametrize(
     "keys, reason",
     [({"adaptive": False}, "without the controller"), ({"min_context": 0}, "with min_context")],

@@ -408,22 +408,6 @@ def test_ranks_decide_alike_though_their_clocks_differ():
         assert decided[0] == decided[1]
 
 
-def test_measured_times_replace_the_prediction():
-    """Level 2 takes three times as long as at start-up."""
-    model = CostModel(LONG_PAYS)
-    before = model.level2(1, 3)
-    for _ in range(100):
-        model.observe_level2(1, 3, 0, 3 * before)
-        model.observe_step(StepTime(True, [1], [16], 0.005))
-        model.observe_step(StepTime(True, [7], [16], 0.005, num_drafts=6))
-    assert model.level2(1, 3) == pytest.approx(3 * before, rel=0.05)
-    assert model.full_pass([7], [16]) <= 0.0065  # faster than measured at start-up
-    for _ in range(40):  # and then they are as fast as at start-up, with other work beside
-        model.observe_step(StepTime(True, [1], [4000], 0.2))
-    assert model.overhead(1) == pytest.approx(0.2 - model.full_pass([1], [4000]), rel=0.05)
-    assert model.full_pass([1], [16]) == pytest.approx(0.010, rel=0.05)
-
-
 @pytest.mark.parametrize("is_slow_for_a_while", [True, False])
 def test_passes_become_faster_with_plain_steps(is_slow_for_a_while):
     """Passes that took three times as long on a slow machine are tried again on a fast one; those

@@ -189,23 +189,3 @@ def test_candidates_are_gathered_again_when_a_block_became_full():
     second = cache.selection("a", table[:22], 21 * BLOCK)
     assert second is not first
     assert len(second.candidates.block_ids) == len(first.candidates.block_ids) + 1
-
-
-def test_padding_is_never_selected():
-    """A softmax leaves most candidates 0 votes, as many as padding has."""
-    cache = cache_of("retrieval")
-    tables = [np.arange(1, 41, dtype=np.int32), np.arange(41, 55, dtype=np.int32)]
-    selections = [
-        cache.selection(name, table, (len(table) - 1) * BLOCK) for name, table in zip("ab", tables)
-    ]
-    sparse, _ = cache.block_table(selections, tables, [(len(t) - 1) * BLOCK + 1 for t in tables])
-    sparse = sparse.unflatten(1, (2, -1))
-    candidates = {row: s.candidates for row, s in enumerate(selections)}
-    selection = PassSelection(cache.policy, candidates, HEADS)
-    assert selection.begin_pass([0, 1], [1, 1], [0, 0], sparse)
-    query = 1e4 * torch.randn(2, 3 * HEADS, DIM, generator=torch.Generator().manual_seed(3))
-    for layer in range(LAYERS):
-        selection.select(layer, query)
-        for row, table in enumerate(tables):
-            blocks = sparse[layer, row, :, 1 : 1 + NUM_SELECTED] // HEADS
-            assert set(blocks.flatten().tolist()) <= set(table[1:].tolist())

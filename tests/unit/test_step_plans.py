@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.unit.stepping import add, scheduler, step
 from tests.unit.worlds import LONG_PAYS
-from vllm_triforce.config import TriForceConfig, checks
+from vllm_triforce.config import checks
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.messages import (
     RequestPlan,
@@ -76,21 +76,6 @@ def test_nothing_is_proposed_beyond_the_end():
         assert found["one"] == found["greedy"] == RequestPlan(HIERARCHICAL, length, -(-length // 2))
         assert found["seeded"] == ALL
     assert plans(its)[0].keys() == {"seeded"}
-
-
-@pytest.mark.parametrize(
-    ("levels", "most", "expected"),
-    [
-        ("1,2,3", 6, RequestPlan(HIERARCHICAL, 6, 3)),
-        ("1,2,3", 1, RequestPlan(HIERARCHICAL, 1, 1)),
-        ("1,3", 5, RequestPlan("prompt_lookup", 5, 3)),
-        ("2,3", 4, RequestPlan(HIERARCHICAL, 4, 4)),
-    ],
-)
-def test_fixed_plans(levels, most, expected):
-    config = TriForceConfig(levels=levels).with_defaults(False, has_fixed_shapes=True).resolve(16)
-    assert config.gamma == 2
-    assert RequestPlan.fixed(config, most) == expected
 
 
 def test_a_plan_goes_where_its_step_goes():
