@@ -40,8 +40,8 @@ def add(its, name: str, prompt: list[int], resumable=False, hasher=None, **param
     )
 
 
-def step(its, token: int = TOKEN, num_drafts: int = 32, accepted: int = 0, make_report=None):
-    """Run a step that gives each request a token, and those drafts that are right.
+def step(its, token: int = TOKEN, num_drafts: int = 32, make_report=None):
+    """Run a step that gives each request a token: no draft is right.
 
     Args:
         num_drafts: most drafts of a request.
@@ -49,13 +49,7 @@ def step(its, token: int = TOKEN, num_drafts: int = 32, accepted: int = 0, make_
     """
     output = its.schedule()
     names, planned = list(output.num_scheduled_tokens), output.triforce_plan.proposing
-    drafted = output.scheduled_spec_decode_tokens
-    sampled = [
-        []
-        if its.requests[name].is_prefill_chunk
-        else [token] * (1 + min(accepted, len(drafted.get(name, ()))))
-        for name in names
-    ]
+    sampled = [[] if its.requests[name].is_prefill_chunk else [token] for name in names]
     places = {name: place for place, name in enumerate(names)}
     result = ModelRunnerOutput(names, places, sampled_token_ids=sampled)
     if make_report is not None:
