@@ -156,7 +156,7 @@ def test_actions_run_once_after_the_import_that_they_wait_for(tmp_path, monkeypa
     assert inspect.getsource(module).startswith("import os")
     after.add("a_late_module", action)
     assert ran == [1, "chained"] * 2 and after not in sys.meta_path
-    monkeypatch.delitem(sys.modules, "a_late_module")
+    del sys.modules["a_late_module"]
 
 
 def test_a_refusal_by_the_server_is_its_last_line_alone(gqa_pair):
