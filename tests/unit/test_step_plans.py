@@ -10,11 +10,13 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tests.unit.stepping import add, scheduler, step
 from tests.unit.worlds import LONG_PAYS
 from vllm_triforce.config import checks
+from vllm_triforce.controller.async_controller import Outcome
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.messages import (
     RequestPlan,
@@ -26,6 +28,7 @@ from vllm_triforce.core.messages import (
     report_of,
 )
 from vllm_triforce.runner_v2.reports import Reports
+from vllm_triforce.scheduler.v2 import _outcomes
 from vllm_triforce.vllm_patches.engine_args import _split
 
 ALL = RequestPlan(HIERARCHICAL, 6, 3)
@@ -104,6 +107,15 @@ def test_nothing_is_planned_for_disabled_requests():
     step(its)
     add(its, "a", [5] * 20)
     assert plans(its)[0].keys() == {"a", "c"}, "another of its name"
+
+
+@pytest.mark.parametrize("accepted", [2, 5], ids=["rejected", "padding too"])
+def test_padding_is_neither_verified_nor_accepted(accepted):
+    """An asynchronous scheduler has six tokens verified of a proposal of three."""
+    report = StepReport(1, {"a": RequestReport(3, 2, 2, 1)})
+    output = ModelRunnerOutput(["a"], {"a": 0}, sampled_token_ids=[[7] * (1 + accepted)])
+    found = _outcomes(report, {"a": [-1] * 6}, output)
+    assert found == {"a": Outcome(3, min(accepted, 3), 3, 2, 2, 1)}
 
 
 def test_a_report_goes_with_the_output_of_the_step_after():
