@@ -68,14 +68,6 @@ def test_a_backend_implements_both_attentions(name):
         assert issubclass(retrieval, RaggedRetrievalAttention), "Runner V1 asks for ragged passes"
 
 
-def test_a_ragged_runner_refuses_a_backend_of_fixed_shapes(monkeypatch):
-    from vllm_triforce.runner_v1 import retrieval
-
-    monkeypatch.setattr(retrieval, "current_platform", platform("CUDA"))
-    with pytest.raises(ValueError, match=r"'gpu' has passes of fixed shapes.*unset VLLM_USE_V2"):
-        retrieval.ragged_attention()
-
-
 @pytest.fixture(scope="module", params=ENGINES, ids=str)
 def vllm_config(tmp_path_factory, request):
     dtype, block_size = request.param

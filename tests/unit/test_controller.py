@@ -442,17 +442,6 @@ def test_a_pause_is_not_taken_for_a_steps_time(num_drafts, is_known):
     assert model.speculating_seconds(1, True) < 0.2 * usual
 
 
-def test_a_baseline_that_was_too_long_is_soon_right():
-    """A plain step took three times as long while the engine started."""
-    model, passes = CostModel(SMALL_ON_CPU), CostModel(SMALL_ON_CPU).full_pass([1], [2000])
-    for seconds in (3 * passes, *[1.2 * passes] * 6):
-        model.observe_step(StepTime(True, [1], [2000], seconds))
-    assert model.overhead(1) == pytest.approx(0.2 * passes, rel=0.6)
-    before = model.overhead(1)
-    model.observe_step(StepTime(True, [1], [2000], 1.8 * passes))
-    assert model.overhead(1) - before < 0.2 * (0.8 * passes)
-
-
 def test_a_plain_pass_that_was_measured_too_slow_does_not_make_everything_pay():
     """Another process ran while the engine measured its plain pass, and none while it measured
     others. Proposals lose a fifth."""

@@ -13,7 +13,7 @@ from tests.refusals import engine_config
 
 sys.path.append(str(ROOT / "examples"))
 
-from train_head import states, training
+from train_head import training
 from train_head.command import main
 from train_head.head import Head, Shape
 
@@ -94,22 +94,3 @@ def _next(layer, embeds, hidden, position: int, cache: list) -> torch.Tensor:
 
     with mock.patch("train_head.head.attend", attend_to_all):
         return layer(embeds, hidden, torch.tensor([position]), cache)
-
-
-def test_states_in_memory_are_those_on_disk(tmp_path):
-    """Also of sequences that are read together and padded."""
-    target = make_llama(tmp_path / "target", vocab_size=512, num_layers=8, std=0.1)
-    draw = torch.Generator().manual_seed(0)
-    rows = [
-        {"kind": "document", "tokens": torch.randint(512, (n,), generator=draw).tolist()}
-        for n in (80, 33, 57)
-    ]
-    (tmp_path / "documents.jsonl").write_text(
-        "".join(json.dumps({**row, "begin": 0}) + "\n" for row in rows)
-    )
-    states.write_states(tmp_path, target)
-    for row, state in zip(rows, states.read_states(tmp_path)):
-        assert state["tokens"].tolist() == row["tokens"]
-        (alone,) = states.compute_states(states.load_target(target), [{**row, "begin": 0}])
-        for name in ("aux", "last"):
-            assert torch.allclose(state[name].float(), alone[name].float(), atol=0.02, rtol=0.02)
