@@ -63,6 +63,17 @@ def test_a_session_that_waits_for_its_next_piece_keeps_no_room_for_drafts():
     assert output.triforce_blocks_kept == {"a": (2,)}
 
 
+def test_a_session_waits_for_no_room_for_drafts():
+    its = scheduler(10)
+    add(its, "a", [5] * 20, resumable=True)
+    step(its, token=STOP)
+    add(its, "b", [6] * 20)
+    step(its)
+    assert num_held(its, "a") == num_held(its, "b") == 4
+    add(its, "a", [5] * 90, resumable=True)  # seven blocks in all
+    assert step(its).num_scheduled_tokens["a"] == 90
+
+
 def reading(num_tokens: int = 64, num_running: int = 3, num_blocks: int = 60, **params):
     """Make a scheduler of such steps with requests that have drafts, and with a late prompt."""
     its = scheduler(num_blocks, max_num_batched_tokens=num_tokens)
