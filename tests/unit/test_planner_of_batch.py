@@ -100,14 +100,10 @@ def test_plans_are_about_as_good_as_the_best(is_shared, speculating_s, num_plain
     assert is_shared or 0.05 * NUM_PLANS < num_plans < 0.95 * NUM_PLANS, num_plans
 
 
-def options_of_one(lengths: list[int], tokens: list[float], seconds: list[float]) -> Options:
-    """Options of one request, which make no passes."""
-    each = [np.array([numbers]) for numbers in (lengths, tokens, seconds)]
-    nothing, routes = np.zeros((1, len(lengths))), [LOOKUP] * len(lengths)
-    return Options(*each, nothing == 0, routes, [{}], nothing, nothing)
-
-
 def test_a_gain_below_the_margin_is_not_taken():
-    options = options_of_one([4, 8, 2], [3.9, 4.1, 1.5], [0.1] * 3)
+    """Options of one request, which make no passes."""
+    each = [np.array([numbers]) for numbers in ([4, 8, 2], [3.9, 4.1, 1.5], [0.1] * 3)]
+    nothing = np.zeros((1, 3))
+    options = Options(*each, nothing == 0, [LOOKUP] * 3, [{}], nothing, nothing)
     assert plan(options, step_costs(1.0, error=0.1)).options.tolist() == [1]
     assert plan(options, step_costs(1.0, error=5.0)).is_plain
