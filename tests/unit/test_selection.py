@@ -8,6 +8,7 @@ import torch
 
 from tests.kernels.tensors import some_rows
 from vllm_triforce.cache.key_layout import probe_key_order
+from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import Candidates
 from vllm_triforce.cache.summaries import QuantizedSummaries
@@ -110,7 +111,7 @@ def test_both_runners_select_alike(policy, group):
     rows = some_rows(4, gamma=1, tail=counts, num_selected=num_selected, room=[6] * 4)
     found = torch.zeros(layers, rows.max_rows * heads, width, dtype=torch.int32)
     block_tables = torch.cat([tables, tables.new_zeros(rows.max_rows - 4, 64)])
-    shapes = heads * group, query_len, (heads, 1), 9
+    shapes = heads * group, query_len, ChunkIds(heads, 1), 9
     selection = PolicySelection(policy(), kept, rows, block_tables, found, *shapes)
     query = torch.randn(layers, 4 * query_len, heads * group, dim)
     candidates = {}
