@@ -141,7 +141,7 @@ def engine(**changes) -> SimpleNamespace:
     made = SimpleNamespace(
         use_v2_model_runner=True,
         kv_transfer_config=None,
-        cache_config=SimpleNamespace(kv_offloading_size=None),
+        cache_config=SimpleNamespace(kv_offloading_size=None, block_size=16),
         attention_config=SimpleNamespace(backend=None),
         compilation_config=SimpleNamespace(
             pass_config=SimpleNamespace(fuse_rope_kvcache=False, fuse_qk_norm_rope_kvcache=False)
@@ -163,6 +163,7 @@ def engine(**changes) -> SimpleNamespace:
         ({"use_v2_model_runner": False}, "Model Runner V1"),
         ({"kv_transfer_config": SimpleNamespace(kv_connector="Some")}, "KV connector 'Some'"),
         ({"cache_config__kv_offloading_size": 7.0}, "kv_offloading_size=7"),
+        ({"cache_config__block_size": 544}, "--block-size 544"),
         ({"parallel_config__use_ubatching": True}, "microbatches"),
         ({"attention_config__backend": SimpleNamespace(name="FLASHINFER")}, "FLASHINFER"),
         (
