@@ -21,7 +21,7 @@ from vllm_triforce.vllm_patches import swaps
 
 
 class PlainSteps:
-    """Wraps the runner's ``execute_model``, ``sample_tokens`` and ``_sample``.
+    """Wraps the runner's ``execute_model`` and ``sample_tokens``.
 
     Args:
         on_new_blocks: called with the blocks that a step will overwrite, by KV cache group, if
@@ -47,7 +47,6 @@ class PlainSteps:
         self._speculative_config = runner.speculative_config
         self._execute_model = swaps.EXECUTE_MODEL.set(runner, self.execute_model)
         self._sample_tokens = swaps.SAMPLE_TOKENS.set(runner, self.sample_tokens)
-        self._sample = swaps.SAMPLE.set(runner, self.sample)
         self._last_step: tuple[float, frozenset[str], StepTime, Planned | None] | None = None
         """Start of the last decode step, its requests, its time, whose seconds are known when the
         next step begins, and the controller's plan for its drafts."""
@@ -104,15 +103,6 @@ class PlainSteps:
             states = states_read(state.hidden_states, state.aux_hidden_states)
             self._on_states(scheduler_output, states)
         return output
-
-    def sample(self, logits, spec_decode_metadata):
-        """Sample as vLLM does, without the rejection sampler if the batch has no drafts.
-
-        vLLM's rejection sampler fails on a batch with top-k and no drafts at all.
-        """
-        if spec_decode_metadata is not None and not spec_decode_metadata.max_spec_len:
-            spec_decode_metadata = None
-        return self._sample(logits, spec_decode_metadata)
 
     def sample_tokens(self, grammar_output, *args, **kwargs):
         """Sample the step's tokens and end the plain step, if it was one."""

@@ -81,6 +81,8 @@ class CompleteRejectionSampler(RejectionSampler):
 
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
         self._acceptance = None
+        if not metadata.max_spec_len:  # vLLM's fails on a batch with top-k and no drafts at all
+            return self.sampler(logits, sampling_metadata)
         self._logprob_token_ids = sampling_metadata.logprob_token_ids or {}
         if self._logprob_token_ids:
             # The plain sampler would return only these log-probabilities for the bonus tokens.
