@@ -14,7 +14,7 @@ from tests.outputs import assert_same_outputs, greedy, run
 from tests.parity.disturbing import watch
 from vllm_triforce.controller import exploration as exploration_module
 from vllm_triforce.controller.planner import Plan
-from vllm_triforce.scheduler.placeholders import drop_placeholder_rows
+from vllm_triforce.runner_v1.placeholders import drop_placeholder_rows
 
 pytestmark = pytest.mark.engine
 

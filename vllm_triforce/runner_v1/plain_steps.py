@@ -16,7 +16,7 @@ from vllm_triforce.core.limits import sampling_seed
 from vllm_triforce.core.messages import blocks_kept
 from vllm_triforce.core.models import states_read
 from vllm_triforce.runner_v1.batch import forget_blocks
-from vllm_triforce.scheduler.placeholders import drop_placeholder_rows, without_placeholders
+from vllm_triforce.runner_v1.placeholders import drop_placeholder_rows, without_placeholders
 from vllm_triforce.vllm_patches import swaps
 
 

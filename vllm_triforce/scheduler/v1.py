@@ -15,7 +15,6 @@ from vllm_triforce.core.limits import decodes_plainly
 from vllm_triforce.core.messages import drafts_of
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
-from vllm_triforce.scheduler.placeholders import drop_placeholders
 from vllm_triforce.scheduler.stats import StatsMixin
 
 
@@ -32,8 +31,6 @@ class TriForceScheduler(LookaheadMixin, PrefixCacheMixin, StatsMixin, GrammarMas
         self._min_context = read_config(self.vllm_config)[0].min_context
 
     def _update_after_schedule(self, scheduler_output) -> None:
-        # ``LookaheadMixin`` prevents placeholders; a newer vLLM may add some for other reasons.
-        drop_placeholders(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         request_ids = scheduler_output.num_scheduled_tokens
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids

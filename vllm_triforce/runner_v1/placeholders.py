@@ -1,42 +1,36 @@
-"""Placeholder drafts that vLLM's scheduler gives requests without drafts.
+"""Placeholder drafts that vLLM's scheduler gives requests without drafts, removed from a step.
 
 To keep a batch uniform for CUDA graphs, vLLM gives a new or resumed request with a single token to
 compute ``num_speculative_tokens`` drafts of -1 (``pad_spec_decode`` in
 vllm/v1/core/sched/scheduler.py). Examples are a prompt of one token, or one cached except for its
 last token. Model Runner V1 on the CPU has no such graphs and computes all of them. vLLM's kernel
 there reads the probability before the row to decide on a sampled -1 (patches/README.md).
+``LookaheadMixin`` prevents placeholders; a scheduler of the user's, or of a newer vLLM, adds some.
 """
 
 import dataclasses
+from typing import Any
 
 PLACEHOLDER = -1
 
 
-def drop_placeholders(scheduler_output) -> dict[str, int]:
-    """Remove placeholders from a step, and return their numbers by request id."""
+def without_placeholders(scheduler_output) -> tuple[Any, dict[str, int]]:
+    """Return a step without placeholders, and their numbers by request id.
+
+    The scheduler keeps its own step, and counts the missing placeholders as rejected.
+    """
     scheduled = scheduler_output.scheduled_spec_decode_tokens
     padded = {i: len(tokens) for i, tokens in scheduled.items() if tokens[:1] == [PLACEHOLDER]}
-    for request_id, count in padded.items():
-        del scheduled[request_id]
-        scheduler_output.num_scheduled_tokens[request_id] -= count
-        scheduler_output.total_num_scheduled_tokens -= count
-    return padded
-
-
-def without_placeholders(scheduler_output) -> tuple[object, dict[str, int]]:
-    """Drop the placeholders of a copy of a step, for a worker under a scheduler of the user's.
-
-    That scheduler keeps its own step, and counts the missing placeholders as rejected.
-    """
-    if not scheduler_output.scheduled_spec_decode_tokens:
-        return scheduler_output, {}
+    if not padded:
+        return scheduler_output, padded
+    counts = {i: n - padded.get(i, 0) for i, n in scheduler_output.num_scheduled_tokens.items()}
     step = dataclasses.replace(
         scheduler_output,
-        scheduled_spec_decode_tokens=dict(scheduler_output.scheduled_spec_decode_tokens),
-        num_scheduled_tokens=dict(scheduler_output.num_scheduled_tokens),
+        scheduled_spec_decode_tokens={i: ids for i, ids in scheduled.items() if i not in padded},
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
     )
-    padded = drop_placeholders(step)
-    return step if padded else scheduler_output, padded
+    return step, padded
 
 
 def drop_placeholder_rows(grammar_output, scheduled: dict[str, list[int]], dropped: dict[str, int]):
