@@ -201,7 +201,6 @@ class AsyncController:
         }
         self._pending[number] = _Pending(plan, planned, contexts, untypical, has_seed)
         self._alive.update(plan)
-        self.controller.await_outcomes(plan)
 
     @property
     def ignores_steps(self) -> bool:
@@ -225,14 +224,11 @@ class AsyncController:
         """
         pending = self._pending.pop(number - 1, None)
         for earlier in [n for n in self._pending if n < number]:
-            for request_id in self._pending.pop(earlier).plan:  # of a step without an output
-                self.controller.outcome_lost(request_id)
+            del self._pending[earlier]  # of a step without an output
         if pending is not None:
             self._learn_seconds(pending, outcomes, proposing_seconds)
             for request_id, (choice, _) in pending.plan.items():
-                if request_id not in outcomes:
-                    self.controller.outcome_lost(request_id)
-                elif request_id in self._alive:
+                if request_id in outcomes and request_id in self._alive:
                     self._learn(request_id, outcomes[request_id], choice)
         if step is not None and (outcomes or not step.num_drafts):  # else the report was lost
             step = replace(step, has_seed=pending is not None and pending.has_seed)
@@ -284,8 +280,6 @@ class AsyncController:
         elif outcome.num_proposed == 0 and choice.route != HIERARCHICAL:
             # Nothing to propose is as good as a rejection.
             self.controller.observe_full_pass(request_id, 1, 0, choice)
-        else:
-            self.controller.outcome_lost(request_id)
 
     def release(self, request_id: str) -> None:
         """Drop everything that is kept of a request that has left."""

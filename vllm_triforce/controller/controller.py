@@ -6,7 +6,7 @@ proposals that explore (``exploration.py``). Values that the user gave are not c
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -285,14 +285,6 @@ class Controller:
 
     # Outcomes.
 
-    def await_outcomes(self, request_ids: Iterable[str]) -> None:
-        """Expect outcomes of these proposals after further decisions."""
-        self.trials.await_outcomes(request_ids)
-
-    def outcome_lost(self, request_id: str) -> None:
-        """Expect no outcome of a proposal any more."""
-        self.trials.discard(request_id)
-
     def observe_full_pass(
         self,
         request_id: str,
@@ -310,7 +302,7 @@ class Controller:
         choice = choice or self._chosen.get(request_id, PLAIN)
         if choice is PLAIN or not self.chooses:
             return
-        self.trials.on_verified(request_id, drafted, accepted)
+        self.trials.on_verified(request_id, accepted)
         num_unbiased = self.stop_rules.observe_direct(request_id, choice.route, drafted, accepted)
         drafted, accepted = min(num_unbiased, drafted), min(num_unbiased, accepted)
         self.acceptance.observe_full_pass(request_id, choice, drafted, accepted, probs)

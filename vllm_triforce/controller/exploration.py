@@ -139,7 +139,7 @@ class Exploration:
             self.backoff.begin(_PROBE_STEPS)
             return nothing, False
         columns = best.options
-        self.trials.budget.earn(num_steps * best.seconds, plain_s)
+        self.trials.earn(num_steps * best.seconds, plain_s)
         has_trials = self.trials.add(columns, candidates, options, optimistic, costs)
         if (columns < 0).all():
             num_to_rest = self._begin_rest(candidates, costs.model.decision_s, plain_s)
@@ -213,6 +213,6 @@ class Exploration:
         for candidate in candidates:
             if candidate.has_seed:  # no rest may delay its speculation
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
-        self.trials.budget.earn(num_steps * plain_s, plain_s)
+        self.trials.earn(num_steps * plain_s, plain_s)
         self.backoff.begin(num_steps)
         return num_steps

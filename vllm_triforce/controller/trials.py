@@ -1,7 +1,7 @@
 """Trial proposals: a fixed share of the time for proposals that the plan does not make."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,91 +10,39 @@ from vllm_triforce.controller.planner import StepCosts, unshared_seconds
 
 # Share of the time for trials. Re-evaluations and baseline probes have the same share each.
 TRIAL_SHARE = 0.005
-# Steps of plain decoding that are saved for trials: at the start, and at most.
-_FIRST_STEPS, _MAX_STEPS = 2, 4
+# Steps of plain decoding that are saved for trials, at the start and at most.
+MAX_STEPS = 4
 # Requests that speculate try another route in every fourth decision.
 _OTHER_ROUTES_EVERY = 4
 # Tokens of a trial: about one round of levels 1 and 2.
 _TRIAL_LENGTH = 3
 
 
-class TrialBudget:
-    """Seconds for trials: a fixed share of the time, saved up to a few plain steps."""
-
-    def __init__(self, first_steps: float = _FIRST_STEPS, max_steps: float = _MAX_STEPS) -> None:
-        self._first_steps, self._max_steps = first_steps, max_steps
-        self._balance_s: float | None = None
-        self._max_s = 0.0
-
-    def earn(self, seconds: float, plain_s: float) -> None:
-        """Add the share of ``seconds`` of decoding."""
-        self._max_s = self._max_steps * plain_s
-        if self._balance_s is None:
-            self._balance_s = self._first_steps * plain_s
-        self._balance_s = min(self._balance_s + TRIAL_SHARE * seconds, self._max_s)
-
-    def covers(self, seconds: float) -> bool:
-        """True if ``seconds`` are left."""
-        return self._balance_s is not None and seconds <= self._balance_s
-
-    def can_save(self, seconds: float) -> bool:
-        return seconds <= self._max_s
-
-    def spend(self, seconds: float) -> bool:
-        """Spend ``seconds`` if they are left."""
-        if self._balance_s is None or seconds > self._balance_s:
-            return False
-        self._balance_s -= seconds
-        return True
-
-    def refund(self, seconds: float) -> None:
-        self._balance_s = min((self._balance_s or 0.0) + seconds, self._max_s)
-
-
-class _Trial(NamedTuple):
-    """A request's trial whose outcome is not known yet."""
-
-    cost_s: float  # charged to the budget
-    min_accepted: float  # tokens from which on such a proposal pays
-    num_reqs: int  # of the step
-    plain_s: float
-
-    def refund_s(self, num_accepted: int) -> float:
-        """Return the batch's seconds that the accepted tokens save, by the rule of ``plan()``."""
-        gain = (1 + num_accepted) ** (1 / self.num_reqs) - 1
-        return min(self.cost_s, gain * self.plain_s)
-
-
 class Trials:
     """Proposals of requests that decode plainly, or by another route than planned."""
 
     def __init__(self) -> None:
-        self.budget = TrialBudget()
+        # Seconds that may be spent, and that may be saved.
+        self._balance_s, self._max_s = math.inf, 0.0
         self._num_decisions = 0
         self._waiting_since: dict[str, int] = {}
-        """Decision in which a request came, or had its last trial that did not pay."""
-        self._pending: dict[str, _Trial] = {}
-        self._in_flight: set[str] = set()
-        """Requests whose trial's outcome comes after further decisions."""
+        """Decision in which a request came, or had its last trial."""
+        self._pending: dict[str, tuple[float, int, float]] = {}
+        """Each request's last trial without an outcome: seconds that were spent, and the requests
+        and the plain seconds of its step."""
+
+    def earn(self, seconds: float, plain_s: float) -> None:
+        """Save the share of ``seconds`` of decoding, up to a few plain steps."""
+        self._max_s = MAX_STEPS * plain_s
+        self._save(TRIAL_SHARE * seconds)
+
+    def _save(self, seconds: float) -> None:
+        self._balance_s = min(self._balance_s + seconds, self._max_s)
 
     def begin_decision(self, candidates: Sequence[Candidate]) -> None:
-        """Count a decision, and discard trials without a verified token."""
         self._num_decisions += 1
         for candidate in candidates:
             self._waiting_since.setdefault(candidate.request_id, self._num_decisions)
-            if candidate.request_id not in self._in_flight:
-                self.discard(candidate.request_id)
-
-    def await_outcomes(self, request_ids: Iterable[str]) -> None:
-        """Keep the trials of these requests over further decisions."""
-        self._in_flight.update(
-            request_id for request_id in request_ids if request_id in self._pending
-        )
-
-    def discard(self, request_id: str) -> None:
-        self._in_flight.discard(request_id)
-        if self._pending.pop(request_id, None):
-            self._waiting_since[request_id] = self._num_decisions
 
     def add(
         self,
@@ -112,12 +60,12 @@ class Trials:
         Returns:
             True if a trial was started.
         """
-        is_trial = self._possible_trials(columns, candidates, options)
+        is_trial = self._possible_trials(columns, options)
         fixed_s = 0.0
         if (columns < 0).all():
             # The first trial pays for the decision after it, and for verifying any drafts.
             fixed_s = costs.speculating_s + costs.model.decision_s
-        if not is_trial.any() or not self.budget.covers(_cheapest(options, is_trial) + fixed_s):
+        if not is_trial.any() or _cheapest(options, is_trial) + fixed_s > self._balance_s:
             return False
         num_reqs = len(columns) + costs.num_plain
         share_s = costs.plain_s / num_reqs
@@ -140,47 +88,42 @@ class Trials:
             if 1 + options.tokens[row, trial] > threshold * trial_s:
                 continue  # it would pay, but others would lose: a trial finds out nothing
             cost_s = _seconds_alone(options, row, trial, costs) + lost_s + fixed_s
-            if not self.budget.can_save(cost_s):
+            if cost_s > self._max_s:
                 continue
-            if not self.budget.spend(cost_s):
+            if cost_s > self._balance_s:
                 break  # save for the request whose turn it is
+            self._balance_s -= cost_s
             columns[row], fixed_s, num_trials = trial, 0.0, num_trials + 1
-            self._pending[candidates[row].request_id] = _Trial(
-                cost_s, float(present_speed * trial_s) - 1, num_reqs, costs.plain_s
-            )
+            request_id = candidates[row].request_id
+            self._waiting_since[request_id] = self._num_decisions
+            self._pending[request_id] = cost_s, num_reqs, costs.plain_s
         return num_trials > 0
 
     def _possible_trials(
-        self, columns: np.ndarray, candidates: Sequence[Candidate], options: Options
+        self, columns: np.ndarray, options: Options
     ) -> np.ndarray:  # [num_reqs, num_columns], bool
         """Mark the options by other routes than a request's own."""
         names = [None, *dict.fromkeys(options.routes)]
         routes = np.array([names.index(route) for route in options.routes])
         planned = np.where(columns >= 0, routes[columns], 0)
         is_trial = options.is_possible & (routes != planned[:, None])
-        is_trial[[c.request_id in self._in_flight for c in candidates]] = False
         if self._num_decisions % _OTHER_ROUTES_EVERY:
             is_trial[columns >= 0] = False
         return is_trial
 
-    def on_verified(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """Refund the worth of a trial's tokens; a request whose trial did not pay waits again."""
-        self._in_flight.discard(request_id)
-        trial = self._pending.pop(request_id, None)
-        if trial is None:
-            return
-        self.budget.refund(trial.refund_s(num_accepted))
-        if num_accepted < min(trial.min_accepted, num_drafted):
-            self._waiting_since[request_id] = self._num_decisions
+    def on_verified(self, request_id: str, num_accepted: int) -> None:
+        """Refund the seconds that a trial's accepted tokens save, by the rule of ``plan()``."""
+        if request_id in self._pending:
+            cost_s, num_reqs, plain_s = self._pending.pop(request_id)
+            self._save(min(cost_s, ((1 + num_accepted) ** (1 / num_reqs) - 1) * plain_s))
 
     @property
     def num_requests(self) -> int:
-        return max(len(self._waiting_since), len(self._pending))
+        return len(self._waiting_since)
 
     def release(self, request_id: str) -> None:
         self._waiting_since.pop(request_id, None)
         self._pending.pop(request_id, None)
-        self._in_flight.discard(request_id)
 
 
 def _present(
