@@ -131,12 +131,12 @@ def test_who_left_is_forgotten_though_nobody_speculates(engines, pair, text):
     assert max(adapter.held_requests().values()) > 0, "the last ones, until the next step"
     rest = controller_of(llm).backoff
     rest.begin(10**6)
-    begun, rest.reset = rest.reset, lambda: None
+    at_most, rest.at_most = rest.at_most, lambda num_steps: None
     try:
         run(llm, [text[:100]], [greedy(4)])
     finally:
-        rest.reset = begun
-        rest.reset()
+        rest.at_most = at_most
+        rest.at_most(0)
     assert not any(adapter.held_requests().values())
 
 

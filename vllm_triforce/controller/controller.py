@@ -123,14 +123,14 @@ class Controller:
 
     def seeded_request_joined(self) -> None:
         """Decide in this step: no rest may delay a seeded request."""
-        self.backoff.reset()
+        self.backoff.at_most(0)
 
     def requests_joined(self) -> None:
         """Decide soon: unseeded requests have read their prompts, or have come back."""
         if "context" in self.chooses:
             self.backoff.on_requests_joined()
         else:
-            self.backoff.reset()
+            self.backoff.at_most(0)
 
     # Decisions.
 

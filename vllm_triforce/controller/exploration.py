@@ -56,17 +56,12 @@ class SpeculationBackoff:
             self._since, self._until = self.step, self.step + num_steps
 
     def at_most(self, num_steps: int) -> None:
-        """Decide in ``num_steps`` at the latest."""
+        """Decide in ``num_steps`` at the latest, in this step if it is 0."""
         self._until = min(self._until, self.step + num_steps)
-
-    def reset(self) -> None:
-        """Decide in this step."""
-        self._until = 0
 
     def on_requests_joined(self) -> None:
         """Decide as soon as a decision is paid for, and not in the step that reads a prompt."""
-        if self.is_resting:
-            self._until = min(self._until, max(self.step + 1, self._paid_from))
+        self.at_most(max(1, self._paid_from - self.step))
 
     def next_rest(self, decision_s: float, plain_s: float) -> int:
         """Return the steps of a rest after a decision to speculate nowhere.
