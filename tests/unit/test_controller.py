@@ -39,7 +39,7 @@ from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.describe import describe
 from vllm_triforce.controller.lengths import DraftLengths
 from vllm_triforce.controller.measurements import BreakEven, interpolate
-from vllm_triforce.controller.options import SharedCosts, build_options
+from vllm_triforce.controller.options import build_options
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Route
 from vllm_triforce.controller.trials import TRIAL_SHARE
 from vllm_triforce.core.calibration import PassTimer, measure_full_passes
@@ -114,9 +114,10 @@ def test_several_requests_fill_a_machine_that_one_leaves_idle():
     assert sums == sorted(sums) and sums[0] == 1
 
 
-def test_options_add_up_their_passes():
+def test_options_add_up_their_passes(monkeypatch):
     """Compare a proposal's tokens and seconds with the sum of its passes."""
     model = CostModel(LONG_PAYS)
+    monkeypatch.setattr(model, "attention_scales", lambda num_reqs, num_verifying: (1.0, 0.5))
     found = controller(LONG_PAYS)
     candidates = [
         Candidate("a", 30_000, 7, match_classes=matched(2)),
@@ -126,15 +127,14 @@ def test_options_add_up_their_passes():
     rates[1].round_tokens = 3.0
     routes = {HIERARCHICAL: None, LOOKUP: SOURCES[1], DRAFT: SOURCES[0]}
     lengths = np.array([[1, 4, 0, 7], [1, 4, 16, 0]])
-    costs = SharedCosts(token_s=1e-3, attention_scale=0.5, round_s=np.full(2, 0.01), draft_s=0.0004)
-    options = build_options(model, candidates, rates, lengths, costs, routes)
-    seen = set()
+    options = build_options(model, candidates, rates, lengths, routes, num_plain=1, max_tokens=16)
+    token_s, seen = (model.rows(3 * 17) - model.rows(3)) / (3 * 16), set()
     for row, column in zip(*np.nonzero(options.is_possible)):
         choice, candidate = options.choice(row, column), candidates[row]
         n = choice.num_tokens
         seen.add((candidate.request_id, choice.route, n))
         attention = model.attention_table([candidate.context], 17)[0]
-        seconds = n * 1e-3 + 0.5 * (attention[n + 1] - attention[1])
+        seconds = n * token_s + 0.5 * (attention[n + 1] - attention[1])
         # The match of two tokens grows by each that is accepted, up to the class of eight.
         by_place = {
             HIERARCHICAL: [rates[row].level2] * n,
@@ -143,9 +143,9 @@ def test_options_add_up_their_passes():
         }[choice.route]
         tokens = sum(math.prod(rate.value for rate in by_place[:i]) for i in range(1, n + 1))
         if choice.route == HIERARCHICAL:
-            seconds += n / rates[row].round_tokens * 0.01
+            seconds += n / rates[row].round_tokens * model.round_seconds(2, candidate.context) / 2
         elif choice.route == DRAFT:
-            seconds += n * 0.0004
+            seconds += n * model.draft(2) / 2
         assert options.seconds[row, column] == pytest.approx(seconds)
         assert options.tokens[row, column] == pytest.approx(tokens)
     wanted = {("a", route, n) for route in routes for n in (1, 4, 7)}

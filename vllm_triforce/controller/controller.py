@@ -18,7 +18,7 @@ from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.lengths import DraftLengths, FixedLengths
 from vllm_triforce.controller.measurements import BreakEven, StepTime
-from vllm_triforce.controller.options import Candidate, Options, SharedCosts, build_options
+from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import StepCosts, best_alone, plan, unshared_seconds
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, SourceTraits
 from vllm_triforce.controller.stop_rule import StopRule, StopRules
@@ -204,25 +204,15 @@ class Controller:
         self, candidates: Sequence[Candidate], num_plain: int, rates: Rates | None = None
     ) -> Options:
         """Build the options of a batch, by the learned rates or by ``rates`` of every request."""
-        model, max_tokens, count = self.model, self.config.num_speculative_tokens, len(candidates)
+        model, max_tokens = self.model, self.config.num_speculative_tokens
         fixed_lengths: list[int] = []
         if "length" in self.chooses:
             measured = [int(tokens) - 1 for tokens, _ in model.measured.full_by_tokens]
             fixed_lengths = sorted({*_SHORT_LENGTHS, *measured} & {*range(1, max_tokens + 1)})
         longest = np.array([0 if c.has_seed else min(c.max_tokens, max_tokens) for c in candidates])
-        lengths = np.empty((count, len(fixed_lengths) + 1), dtype=np.int64)
+        lengths = np.empty((len(candidates), len(fixed_lengths) + 1), dtype=np.int64)
         lengths[:, :-1], lengths[:, -1] = fixed_lengths, longest
         lengths[lengths > longest[:, None]] = 0
-        # Between all plain and all at full length the full pass is taken for a line.
-        num_reqs = count + num_plain
-        more_s = model.rows(num_reqs * (max_tokens + 1)) - model.rows(num_reqs)
-        costs = SharedCosts(
-            max(0.0, more_s) / (num_reqs * max_tokens),
-            model.attention_scales(num_reqs, count)[1],
-            np.array([model.round_seconds(count, c.context) / count for c in candidates]),
-            model.draft(count) / count,
-            self.config.gamma if self._whole_rounds else 0,
-        )
         routes: dict[str, SourceTraits | None] = {}
         if self.config.uses_level2:
             routes[HIERARCHICAL] = None
@@ -231,7 +221,10 @@ class Controller:
         elif not routes:
             routes[self._preferred.name] = self._preferred
         acceptance = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
-        return build_options(model, candidates, acceptance, lengths, costs, routes)
+        drafts_per_round = self.config.gamma if self._whole_rounds else 0
+        return build_options(
+            model, candidates, acceptance, lengths, routes, num_plain, max_tokens, drafts_per_round
+        )
 
     def choose_draft(
         self,

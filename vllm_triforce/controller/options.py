@@ -49,25 +49,15 @@ class Options:
         return Choice(route, length, self.match_classes[row].get(route))
 
 
-@dataclass
-class SharedCosts:
-    """Seconds of a batch's passes, divided among the requests that propose."""
-
-    token_s: float  # of one more token in the full pass, without its attention
-    attention_scale: float  # factor on the attention of further tokens
-    round_s: np.ndarray  # each request's share of a round of levels 1 and 2, [num_reqs]
-    draft_s: float  # a request's share of a pass of the draft
-    drafts_per_round: int = 0
-    """Passes of the draft in a round that is made as a whole; 0 where it ends with a token."""
-
-
 def build_options(
     model: CostModel,
     candidates: Sequence[Candidate],
     rates: Sequence[Rates],
     lengths: np.ndarray,
-    costs: SharedCosts,
     routes: Mapping[Route, SourceTraits | None],
+    num_plain: int,
+    max_tokens: int,
+    drafts_per_round: int = 0,
 ) -> Options:
     """Build the options of every route and length.
 
@@ -75,8 +65,15 @@ def build_options(
         rates: acceptance, for each candidate.
         lengths: [num_reqs, num_lengths], 0 for a proposal that does not fit.
         routes: in the order of the options' columns; None for ``HIERARCHICAL``.
+        num_plain: further requests of the step.
+        max_tokens: of any proposal.
+        drafts_per_round: passes of the draft in a round that is made as a whole; 0 where it ends
+            with a token.
     """
-    verify_s = _verify_seconds(model, candidates, lengths, costs)
+    count = len(candidates)
+    verify_s = _verify_seconds(model, candidates, lengths, count + num_plain, max_tokens)
+    round_s = _column(model.round_seconds(count, c.context) / count for c in candidates)
+    draft_s = model.draft(count) / count
     match_classes = [
         {n: None if s is None else s.match_class(c.match_classes) for n, s in routes.items()}
         for c in candidates
@@ -85,12 +82,10 @@ def build_options(
     for route, source in routes.items():
         tokens = _expected_tokens(route, rates, match_classes, lengths)
         is_possible = lengths > 0
-        passes = _passes(source, rates, lengths, costs)
-        if source is None:
-            shared_s = passes * costs.round_s[:, None]
-        else:
+        passes = _passes(source, rates, lengths, drafts_per_round)
+        if source is not None:
             is_possible = is_possible & _column(c[route] is not None for c in match_classes)
-            shared_s = passes * costs.draft_s
+        shared_s = passes * (round_s if source is None else draft_s)
         parts.append((lengths, tokens, verify_s + shared_s, is_possible, passes, shared_s))
     lengths, tokens, seconds, is_possible, passes, shared_s = (
         np.concatenate(part, axis=1) for part in zip(*parts)
@@ -112,14 +107,21 @@ def _column(values: Iterable) -> np.ndarray:  # [num_reqs, 1]
 
 
 def _verify_seconds(
-    model: CostModel, candidates: Sequence[Candidate], lengths: np.ndarray, costs: SharedCosts
-) -> np.ndarray:  # [num_reqs, num_lengths]
+    model: CostModel,
+    candidates: Sequence[Candidate],
+    lengths: np.ndarray,
+    num_reqs: int,
+    max_tokens: int,
+) -> np.ndarray:  # [len(candidates), num_lengths]
     """Return the seconds that verifying proposals of ``lengths`` adds to a full pass."""
+    # Between all plain and all at full length the full pass is taken for a line.
+    more_s = model.rows(num_reqs * (max_tokens + 1)) - model.rows(num_reqs)
+    token_s = max(0.0, more_s) / (num_reqs * max_tokens)
     num_tokens = 1 + int(lengths.max(initial=0))
     attention = model.attention_table([c.context for c in candidates], num_tokens)
     # With a proposal of n tokens the pass has n + 1 of the request; a plain step has the first.
     further_s = np.take_along_axis(attention, lengths + 1, axis=1) - attention[:, 1:2]
-    return costs.token_s * lengths + costs.attention_scale * further_s
+    return token_s * lengths + model.attention_scales(num_reqs, len(candidates))[1] * further_s
 
 
 def _expected_tokens(
@@ -146,13 +148,13 @@ def _passes(
     source: SourceTraits | None,
     rates: Sequence[Rates],
     lengths: np.ndarray,  # [num_reqs, num_lengths]
-    costs: SharedCosts,
+    drafts_per_round: int,
 ) -> np.ndarray:  # [num_reqs, num_lengths], float
     """Count the rounds of a proposal through the levels, or the draft's passes from a source."""
     if source is None:
         passes = lengths / np.array([max(1.0, r.round_tokens) for r in rates])[:, None]
-        return np.maximum(passes.round(), 1) if costs.drafts_per_round else passes
+        return np.maximum(passes.round(), 1) if drafts_per_round else passes
     passes = lengths
-    if costs.drafts_per_round:
-        passes = -(-lengths // costs.drafts_per_round) * costs.drafts_per_round
+    if drafts_per_round:
+        passes = -(-lengths // drafts_per_round) * drafts_per_round
     return passes * float(source.takes_passes)
