@@ -29,29 +29,15 @@ from vllm_triforce.runner_v1.sampling import SamplingRows
 from vllm_triforce.runner_v1.sources.source import DraftSource
 from vllm_triforce.runner_v1.speculator import SpeculatorV1
 
-
-@dataclass(frozen=True)
-class _Grid:
-    """Lengths and contexts at which full passes of one request are measured."""
-
-    tokens: tuple[int, ...]
-    contexts: tuple[int, ...]
-    repeats: int
-
-
-# From the finest to the coarsest. Attention kernels work on tiles of queries: one more token may
-# cost nothing, a whole tile, or save time where another kernel takes over.
-_GRIDS = (
-    _Grid((1, 2, 4, 5, 8, 9, 12, 13, 16, 17, 20, 24, 25, 32, 33), (1024, 4096, 16384), 3),
-    _Grid((1, 2, 4, 8, 12, 16, 17, 24, 33), (2048, 16384), 2),
-    # A second token may cost more than the next six.
-    _Grid((1, 2, 4, 8, 16, 17), (), 2),
-    _Grid((1, 2, 8), (), 2),
-    _Grid((1, 2), (), 1),
-    _Grid((1,), (), 1),
-)
-# Budget of the full passes; a slow model is measured at fewer points, and no pass is longer than a
-# share of the budget: beyond their longest context the cost model extrapolates.
+# Lengths and contexts of full passes of one request; a slow model is measured at the first lengths
+# alone. Attention kernels work on tiles of queries: one more token may cost nothing, a whole tile,
+# or save time where another kernel takes over. A second token may cost more than the next six.
+_TOKENS = (1, 2, 8, 17, 4, 16, 33, 12, 24, 9, 5, 13, 25, 20, 32)
+_CONTEXTS = (2048, 16384)
+# Runs of a pass whose median counts.
+_REPEATS = 3
+# Budget of the full passes. No pass is longer than a share of it: beyond their longest context the
+# cost model extrapolates.
 _MAX_SECONDS = 8.0
 _LONGEST_PASS = 0.1
 # Context of the first pass that is timed.
@@ -85,19 +71,16 @@ class Calibration:
         self._max_context = max(1, min(max_context, num_tokens))
         self._context = min(self.config.calibration_context, self._max_context)
         # Steps are compared with these seconds, hence no minimum.
-        self._timer = PassTimer(1, statistics.median)
+        self._timer = PassTimer(_REPEATS, statistics.median)
 
     def run(self) -> Measurements:
         scheduler = self._vllm_config.scheduler_config
         max_reqs = min(scheduler.max_num_seqs, self.config.max_speculating_seqs)
-        tokens, contexts, repeats = self._grid(*self._longest_pass())
-        self._timer = replace(self._timer, repeats=repeats)
         full = measure_full_passes(
             self._timer,
             self._full_pass,
             min(scheduler.max_num_batched_tokens, _MAX_ROWS),
-            tokens,
-            contexts,
+            *self._full_pass_shapes(),
         )
         draft = draft_per_row = 0.0
         if (model := self.speculator.level1.model) is not None:
@@ -119,17 +102,14 @@ class Calibration:
             return [(1.0, 0.0)], [(1.0, [(context, 0.0)])]
         max_tokens = self._length + 1  # limit of the tables of ``_batch()``
         tokens = sorted({min(q, max_tokens) for q in (1, 3, 8, max_tokens)})
-        # Once more than the others: if it seems too slow, nothing is proposed, and so nothing
-        # corrects it soon.
-        timer = replace(self._timer, repeats=self._timer.repeats + 1)
-        measured = [self._level2(1, q, timer) for q in tokens]
+        measured = [self._level2(1, q) for q in tokens]
         # Nor do more tokens take less.
         by_tokens = dict(zip(tokens, np.minimum.accumulate(measured[::-1])[::-1].tolist()))
         one_s = by_tokens[tokens[0]]
         by_batch = [(1.0, [(context, one_s)])]
         if num_rows > 1:
             num_tokens = min(3, max_tokens)
-            added_s = self._level2(num_rows, num_tokens, self._timer) - by_tokens[num_tokens]
+            added_s = self._level2(num_rows, num_tokens) - by_tokens[num_tokens]
             by_batch.append((float(num_rows), [(context, one_s + max(0.0, added_s))]))
         return list(by_tokens.items()), by_batch
 
@@ -142,7 +122,8 @@ class Calibration:
         near, far = (min(c, self._max_context) for c in (NO_CONTEXT, _PROBED_CONTEXT))
         runs = {c: partial(self._full_pass, 1, self._length + 1, c) for c in (near, far)}
         # All ranks must run the same passes.
-        seconds = broadcast_from_first_rank(self._timer.all_seconds(runs))
+        timer = replace(self._timer, repeats=1)
+        seconds = broadcast_from_first_rank(timer.all_seconds(runs))
         if far == self._max_context:
             return far, seconds[far]
         per_token = max(1e-9, seconds[far] - seconds[near]) / (far - near)
@@ -150,21 +131,21 @@ class Calibration:
         context = int(max(far, min(room, self._max_context)))
         return context, seconds[near] + (context - near) * per_token
 
-    def _grid(self, longest: int, slowest: float) -> tuple[list[int], list[int], int]:
-        """Return lengths, contexts and repeats of the finest grid that fits the time budget.
+    def _full_pass_shapes(self) -> tuple[list[int], list[int]]:
+        """Return lengths and contexts of full passes, as many lengths as fit the time budget.
 
         A pass is assumed to take a tenth of its seconds without context, and the rest in proportion
         to its context. That of most tokens takes ``slowest`` seconds at the ``longest`` context.
         """
-        for grid in _GRIDS:
-            tokens = sorted({*(q for q in grid.tokens if q <= self._length), self._length + 1})
-            inner = [c for c in grid.contexts if NO_CONTEXT < c < longest]
-            contexts = [min(NO_CONTEXT, longest - 1), *inner, longest]
-            shares = sum(0.1 + 0.9 * c / longest for c in contexts)
-            shares *= sum(_ONE_TOKEN + (1 - _ONE_TOKEN) * q / tokens[-1] for q in tokens)
-            if slowest * (grid.repeats + 1) * shares < _MAX_SECONDS:
+        longest, slowest = self._longest_pass()
+        contexts = [min(NO_CONTEXT, longest - 1), *(c for c in _CONTEXTS if c < longest), longest]
+        context_shares = sum(0.1 + 0.9 * c / longest for c in contexts)
+        for count in range(len(_TOKENS), 0, -1):
+            tokens = sorted({*(q for q in _TOKENS[:count] if q <= self._length), self._length + 1})
+            shares = sum(_ONE_TOKEN + (1 - _ONE_TOKEN) * q / tokens[-1] for q in tokens)
+            if slowest * (1 + _REPEATS) * context_shares * shares < _MAX_SECONDS:
                 break
-        return tokens, contexts, grid.repeats
+        return tokens, contexts
 
     def _tables(self, num_rows: int, num_tokens: int, block_size: int) -> list[np.ndarray]:
         """Make block tables without vLLM's null block, 0: num_rows * [width], int32."""
@@ -195,7 +176,7 @@ class Calibration:
         hidden, _ = run_model(self.target, self._vllm_config, inputs, metadata, slots, **more)
         self.target.compute_logits(hidden)
 
-    def _level2(self, num_rows: int, num_tokens: int, timer: PassTimer) -> float:
+    def _level2(self, num_rows: int, num_tokens: int) -> float:
         """Measure a pass of level 2 over a context that is larger than the budget.
 
         One of ``TOKENS_PER_SELECTION`` passes selects, as where each pass adds one token.
@@ -212,26 +193,23 @@ class Calibration:
             level2.forward(batch, proposal, rows, drafts)
 
         runs = {selects: partial(run, selects) for selects in (True, False)}
-        seconds = timer.all_seconds(runs)
+        seconds = self._timer.all_seconds(runs)
         for request_id in batch.request_ids:
             level2.release(request_id)
         return seconds[False] + (seconds[True] - seconds[False]) / TOKENS_PER_SELECTION
 
     def _draft(self, model: DraftSource, num_rows: int) -> float:
+        """Measure a pass of the draft model."""
         batch, proposal = self._batch(num_rows)
         model.prepare_dummy(batch)
-        seconds = self._timer.seconds(self._run_draft, model, batch, proposal, _NUM_DRAFTS)
+        rows, counts = list(range(num_rows)), [_NUM_DRAFTS] * num_rows
+        matches, noise = model.find_matches(batch, proposal, rows), self.speculator.noise
+        seconds = self._timer.seconds(
+            model.draft, batch, proposal, rows, counts, matches, batch.sampling, noise
+        )
         for request_id in batch.request_ids:
             self.speculator.level1.release(request_id)
         return seconds / _NUM_DRAFTS
-
-    def _run_draft(
-        self, model: DraftSource, batch: DraftBatch, proposal: Proposal, num_tokens: int
-    ) -> None:
-        rows = list(range(len(batch)))
-        counts, matches = [num_tokens] * len(rows), model.find_matches(batch, proposal, rows)
-        noise = self.speculator.noise
-        model.draft(batch, proposal, rows, counts, matches, batch.sampling, noise)
 
     def _batch(self, num_rows: int) -> tuple[DraftBatch, Proposal]:
         """Make a batch of dummy requests."""
