@@ -183,41 +183,18 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
 
     # Every step.
 
-    def prepare_next_token_ids_padded(self, sampled_token_ids, requests, batch, discard_mask):
-        """Compute each row's newest token and number of valid tokens, as vLLM does, on the host.
-
-        Proposals are made from lists.
-        """
-        sampled = sampled_token_ids.tolist()
-        counts, newest_ids = [], []
-        is_discarded = discard_mask[: len(sampled)].tolist()
-        for row, token_ids in enumerate(sampled):
-            # Accepted tokens come first; rejected ones are -1.
-            count = 0 if is_discarded[row] else sum(0 <= t < batch.vocab_size for t in token_ids)
-            counts.append(count)
-            if count:
-                newest_ids.append(token_ids[count - 1])
-            else:
-                place = int(batch.num_tokens_no_spec[row]) - 1
-                newest_ids.append(requests[batch.req_ids[row]].get_token_id(place))
-        self._outcome = counts, sampled
-        return (
-            torch.tensor(newest_ids, dtype=torch.int32),
-            torch.tensor(counts, dtype=torch.int32),
-        )
+    def prepare_next_token_ids_padded(self, sampled_token_ids, *args):
+        """Note the step's tokens: proposals are made from lists."""
+        newest_ids, counts = super().prepare_next_token_ids_padded(sampled_token_ids, *args)
+        self._outcome = counts.tolist(), sampled_token_ids.tolist()
+        return newest_ids, counts
 
     def prepare_inputs_padded(self, common_attn_metadata, spec_decode_metadata, valid_counts):
-        """Compute each row's number of rejected tokens, as vLLM does.
-
-        vLLM's second result, inputs of a draft's pass, is not needed.
-        """
+        """Note the number of drafts that the step verified."""
         self._num_scheduled_drafts = spec_decode_metadata.num_draft_tokens
-        num_rejected = [
-            n + 1 - count if n else 0
-            for n, count in zip(self._num_scheduled_drafts, self._outcome[0])
-        ]
-        rejected = torch.tensor(num_rejected, dtype=torch.int32)
-        return common_attn_metadata, None, rejected
+        return super().prepare_inputs_padded(
+            common_attn_metadata, spec_decode_metadata, valid_counts
+        )
 
     def propose(
         self,
