@@ -10,11 +10,11 @@ from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration import (
     LONGEST_REST,
     SHORTEST_REST,
+    TRIAL_SHARE,
     SpeculationBackoff,
 )
 from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.routes import PLAIN
-from vllm_triforce.controller.trials import TRIAL_SHARE
 
 
 def test_a_rest_begins_and_ends():

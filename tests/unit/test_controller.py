@@ -32,16 +32,16 @@ from vllm_triforce.controller import (
     Controller,
     CostModel,
     StepTime,
-    trials,
+    exploration,
 )
 from vllm_triforce.controller.acceptance import Acceptance, Rate
 from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.describe import describe
+from vllm_triforce.controller.exploration import TRIAL_SHARE
 from vllm_triforce.controller.lengths import DraftLengths
 from vllm_triforce.controller.measurements import BreakEven, interpolate
 from vllm_triforce.controller.options import build_options
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Route
-from vllm_triforce.controller.trials import TRIAL_SHARE
 from vllm_triforce.core.calibration import PassTimer, measure_full_passes
 
 ON_CPU = World(SMALL_ON_CPU, 0.0, 0.0, overhead=0.0015, speculating=0.001, deciding=0.0015)
@@ -238,7 +238,7 @@ def deciding_steps(found: Controller, num_steps: int) -> Iterator[int]:
 @pytest.fixture
 def scarce_trials(monkeypatch) -> Controller:
     """Return a controller with time for few trials, which expects little of them."""
-    monkeypatch.setattr(trials, "MAX_STEPS", 0.5)
+    monkeypatch.setattr(exploration, "MAX_TRIAL_STEPS", 0.5)
     found = controller(LONG_PAYS, has_draft=False)
     found.acceptance.greedy.level2 = Rate(0.01, weight=50, memory=512)
     return found
