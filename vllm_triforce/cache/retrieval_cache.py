@@ -89,16 +89,12 @@ class RetrievalCache:
         full_blocks = block_ids[:num_full]
         if selection is None or not np.array_equal(selection.full_blocks, full_blocks):
             full_blocks = full_blocks.copy()
-            if self.policy.summaries:
-                self._summarise(full_blocks)
+            new = full_blocks[~self._is_summarised[full_blocks]]
+            if self.policy.summaries and len(new):
+                self.summaries.update(torch.from_numpy(new.astype(np.int64)))
+                self._is_summarised[new] = True
             selection = self._selections[request_id] = self._select(full_blocks)
         return selection
-
-    def _summarise(self, full_blocks: np.ndarray) -> None:
-        newly_full = full_blocks[~self._is_summarised[full_blocks]]
-        if len(newly_full):
-            self.summaries.update(torch.from_numpy(newly_full.astype(np.int64)))
-            self._is_summarised[newly_full] = True
 
     def _select(self, full_blocks: np.ndarray) -> Selection:
         ids = torch.from_numpy(full_blocks.astype(np.int64))

@@ -145,10 +145,6 @@ class CostModel:
         """Return the seconds of a round of levels 1 and 2."""
         return self.level2(num_rows, 3, context) + self.drafts_per_round * self.draft(num_rows)
 
-    def rounds_without_drafting(self, num_rows: int, max_tokens: int) -> list[float]:
-        """Return the seconds of level 2's pass with drafts of 0, 1 ... ``max_tokens``."""
-        return [self.level2(num_rows, n + 1) for n in range(max_tokens + 1)]
-
     def verification(self, contexts: Sequence[int], num_reqs: int, max_tokens: int) -> np.ndarray:
         """Return the seconds that verifying 0, 1 ... ``max_tokens`` of one request adds to a step.
 

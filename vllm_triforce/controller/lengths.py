@@ -93,7 +93,8 @@ class DraftLengths:
         """Return the seconds of rounds with drafts of 0, 1 ... tokens, [max_tokens + 1]."""
         key = num_rows, takes_passes
         if key not in self._round_s:
-            model, max_tokens = self._model, self._config.num_speculative_tokens
-            drafts_s = takes_passes * model.draft(num_rows) * np.arange(max_tokens + 1)
-            self._round_s[key] = drafts_s + model.rounds_without_drafting(num_rows, max_tokens)
+            model, num_lengths = self._model, self._config.num_speculative_tokens + 1
+            drafts_s = takes_passes * model.draft(num_rows) * np.arange(num_lengths)
+            level2_s = [model.level2(num_rows, n + 1) for n in range(num_lengths)]
+            self._round_s[key] = drafts_s + np.array(level2_s)
         return self._round_s[key]

@@ -111,11 +111,8 @@ def _scale(batch_s: float, sum_s: float) -> float:
 
 def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Raise factors until no batch takes less than a smaller one: timings are noisy."""
-    largest, rising = 0.0, []
-    for count, factor in points:
-        largest = max(largest, count * factor)
-        rising.append((count, largest / count))
-    return rising
+    sums = np.maximum.accumulate([count * factor for count, factor in points]).tolist()
+    return [(count, total / count) for (count, _), total in zip(points, sums)]
 
 
 @dataclass
