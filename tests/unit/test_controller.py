@@ -34,15 +34,12 @@ from vllm_triforce.controller import (
     StepTime,
     exploration,
 )
-from vllm_triforce.controller.acceptance import Acceptance, Rate
+from vllm_triforce.controller.acceptance import Rate
 from vllm_triforce.controller.controller import Planned
-from vllm_triforce.controller.describe import describe
 from vllm_triforce.controller.exploration import TRIAL_SHARE
-from vllm_triforce.controller.lengths import DraftLengths
 from vllm_triforce.controller.measurements import BreakEven, interpolate
 from vllm_triforce.controller.options import build_options
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Route
-from vllm_triforce.core.calibration import PassTimer, measure_full_passes
 
 ON_CPU = World(SMALL_ON_CPU, 0.0, 0.0, overhead=0.0015, speculating=0.001, deciding=0.0015)
 
@@ -69,19 +66,6 @@ def test_attention_is_interpolated_between_measurements():
     rows = 0.5 * interpolate(LONG_PAYS.full_by_rows, 12)
     found = model.full_pass([3, 9], [700, 50_000])
     assert found == pytest.approx(rows + table[2, 3] + table[3, 9])
-
-
-def test_what_was_measured_is_told_in_whole_tokens():
-    """As docs/getting-started.md shows the line of the log. Passes take turns."""
-    passes = []
-    by_rows, by_tokens = measure_full_passes(
-        PassTimer(1, min), lambda *args: passes.append(args), 2, (1, 17), (16, 2048)
-    )
-    assert len(passes) == 2 * 5 and passes[:5] == passes[5:] and len({*passes}) == 5
-    assert by_rows[0][1] <= by_rows[1][1]
-    measured = dataclasses.replace(LONG_PAYS, full_by_rows=by_rows, full_by_tokens=by_tokens)
-    line = describe(controller(measured))
-    assert "pass of 1 and 17 tokens" in line and " at 2048 tokens; " in line
 
 
 def test_several_requests_fill_a_machine_that_one_leaves_idle():
@@ -153,38 +137,6 @@ def test_options_add_up_their_passes(monkeypatch):
     assert seen == wanted
 
 
-def test_gamma_rises_with_acceptance_and_falls_with_the_drafts_price():
-    def gamma(rate: float, max_tokens: int = 4, measured=LONG_PAYS, source=SOURCES[0]) -> int:
-        source = dataclasses.replace(source, prior_acceptance=(rate,))
-        acceptance = Acceptance([source])
-        acceptance.of("a")
-        config = TriForceConfig().with_defaults(can_adapt=True, model=DRAFT).resolve(32)
-        lengths = DraftLengths(config, [source], acceptance)
-        lengths.use_costs(CostModel(measured))
-        return lengths.best("a", {source.name: 0}, 1, max_tokens)[1]
-
-    gammas = [gamma(rate) for rate in (0.0, 0.5, 0.9, 0.99)]
-    assert gammas == sorted(gammas) and gammas[0] == 0 and gammas[-1] == 4
-    assert gamma(0.99, max_tokens=2) == 2
-    dear = dataclasses.replace(LONG_PAYS, draft=0.1)
-    assert gamma(0.9, measured=dear) == 0 and gamma(0.9, measured=dear, source=SOURCES[1]) == 4
-
-
-@pytest.mark.parametrize("max_slowdown", [1.0, 0.05])
-def test_one_bad_request_proposes_next_to_nothing_and_limits_the_others(max_slowdown):
-    found = controller(LONG_PAYS, has_draft=False, max_slowdown=max_slowdown)
-    lengths = []
-    good, bad = Candidate("good", 100_000, 16), Candidate("bad", 100_000, 16)
-    for _ in range(80):
-        choices = found.choose([good, bad])
-        lengths.append([choice.num_tokens for choice in choices])
-        for request, choice in zip((good, bad), choices):
-            right = choice.num_tokens * (request is good)
-            found.observe_full_pass(request.request_id, choice.num_tokens, right)
-    of_good, of_bad = np.mean(lengths[40:], axis=0)
-    assert of_bad <= 1 and (of_good > 4) == (max_slowdown == 1)
-
-
 @pytest.mark.parametrize("measured", [LONG_PAYS, NOTHING_PAYS], ids=["long pays", "nothing pays"])
 @pytest.mark.parametrize("level2, draft", [(0.0, 0.0), (0.3, 0.2), (0.7, 0.5), (0.97, 0.6)])
 @pytest.mark.parametrize("context", [500, 100_000])
@@ -235,32 +187,11 @@ def deciding_steps(found: Controller, num_steps: int) -> Iterator[int]:
             yield step
 
 
-@pytest.fixture
-def scarce_trials(monkeypatch) -> Controller:
-    """Return a controller with time for few trials, which expects little of them."""
-    monkeypatch.setattr(exploration, "MAX_TRIAL_STEPS", 0.5)
-    found = controller(LONG_PAYS, has_draft=False)
+def test_new_requests_do_not_delay_the_trial_of_an_old_one(monkeypatch):
+    """Three of four requests are replaced every ten decisions; there is time for few trials."""
+    monkeypatch.setattr(exploration, "MAX_STEPS", 0.5)
+    found, num_trials = controller(LONG_PAYS, has_draft=False), 0
     found.acceptance.greedy.level2 = Rate(0.01, weight=50, memory=512)
-    return found
-
-
-@pytest.mark.parametrize("is_verified", [True, False], ids=["in vain", "cut by a grammar"])
-def test_hopeless_requests_take_turns(scarce_trials, is_verified):
-    """Each of four hopeless requests gets as many trials, verified or not."""
-    found, num_trials = scarce_trials, [0] * 4
-    candidates = [Candidate(str(i), 100_000, 16) for i in range(4)]
-    for _ in deciding_steps(found, 6000):
-        for row, choice in enumerate(found.choose(candidates)):
-            if choice is not PLAIN:
-                num_trials[row] += 1
-                if is_verified or row:
-                    found.observe_full_pass(str(row), choice.num_tokens, 0)
-    assert min(num_trials) > 0 and max(num_trials) - min(num_trials) <= 2, num_trials
-
-
-def test_new_requests_do_not_delay_the_trial_of_an_old_one(scarce_trials):
-    """Three of four requests are replaced every ten decisions."""
-    found, num_trials = scarce_trials, 0
     for num_decisions, _ in enumerate(deciding_steps(found, 12_000)):
         names = [f"{num_decisions // 10}-{i}" for i in range(3)]
         candidates = [Candidate(name, 100_000, 16) for name in [*names, "stays"]]
@@ -358,21 +289,6 @@ def test_the_break_even_is_of_requests_that_propose():
     found.add(StepTime(True, [7], [1000], 0.0, num_drafts=6), 0.015, 0.010)
     assert found.take() == pytest.approx({"speculative_step_seconds": 0.005})
     assert not found.take()
-
-
-@pytest.mark.parametrize("knows_plain", [True, False])
-def test_the_break_even_is_of_measured_steps(knows_plain):
-    """Nothing is counted before a plain step is known, and a pause is no part of it."""
-    found, context = controller(LONG_PAYS), [20_000]
-    plain_s = CostModel(LONG_PAYS).full_pass([1], context) + 0.002
-    if knows_plain:
-        found.observe_step(StepTime(True, [1], context, plain_s), None)
-    for seconds in (plain_s, 100.0):
-        step = StepTime(True, [7], context, seconds, 6, 2 * plain_s, num_verifying=1)
-        found.observe_step(step, Planned(6, 2 * plain_s))
-    sums = found.break_even.take()
-    assert sums.get("plain_step_seconds", 0.0) == pytest.approx(2 * plain_s * knows_plain)
-    assert not knows_plain or 6 <= sums["speculative_step_seconds"] / plain_s <= 3 + 2 * 3.1
 
 
 def test_break_even_counters_rise_where_start_up_was_too_slow():
@@ -500,22 +416,6 @@ def test_ranks_decide_alike_though_their_clocks_differ():
         assert decided[0] == decided[1]
 
 
-def test_measured_times_replace_the_prediction():
-    """Level 2 takes three times as long as at start-up."""
-    model = CostModel(LONG_PAYS)
-    before = model.level2(1, 3)
-    for _ in range(100):
-        model.observe_level2(1, 3, 0, 3 * before)
-        model.observe_step(StepTime(True, [1], [16], 0.005))
-        model.observe_step(StepTime(True, [7], [16], 0.005, num_drafts=6))
-    assert model.level2(1, 3) == pytest.approx(3 * before, rel=0.05)
-    assert model.full_pass([7], [16]) <= 0.0065  # faster than measured at start-up
-    for _ in range(40):  # and then they are as fast as at start-up, with other work beside
-        model.observe_step(StepTime(True, [1], [4000], 0.2))
-    assert model.overhead(1) == pytest.approx(0.2 - model.full_pass([1], [4000]), rel=0.05)
-    assert model.full_pass([1], [16]) == pytest.approx(0.010, rel=0.05)
-
-
 @pytest.mark.parametrize("is_slow_for_a_while", [True, False])
 def test_passes_become_faster_with_plain_steps(is_slow_for_a_while):
     """Passes that took three times as long on a slow machine are tried again on a fast one; those
@@ -548,39 +448,6 @@ def test_a_pause_is_not_taken_for_a_steps_time(num_drafts, is_known):
     model.observe_step(StepTime(True, tokens, contexts, 60.0 + usual, num_drafts))
     assert model.overhead(1) < before + 0.2 * usual if is_known else model.overhead(1) <= 3 * usual
     assert model.speculating_seconds(1, True) < 0.2 * usual
-
-
-def test_a_trial_pays_for_verification_and_a_decision():
-    """Where nobody speculates, a trial pays for verification and for the decision after it."""
-    found = controller(LONG_PAYS, has_draft=False)
-    contexts = [500] * 4
-    plain = found.measured.full_pass([1] * 4, contexts)
-    found.clock = itertools.count(0.0, 0.05 * plain).__next__
-    found.measured.observe_decision(0.05 * plain)
-    found.measured.speculating[3, True] = fixed = 0.2 * plain
-    # Next to nothing is accepted, and much could be gained if it were.
-    engine = found.acceptance.greedy
-    engine.level2 = Rate(0.01, weight=50, memory=512)
-    engine.level1[LOOKUP, False] = [Rate(0.01, weight=50, memory=512) for _ in range(8)]
-    found.start(found.measured)
-    around = fixed + found.model.decision_s
-    num_trials, num_steps = 0, 6000
-    candidates = [Candidate(str(i), 500, 16, match_classes=matched(8)) for i in range(4)]
-    for _ in deciding_steps(found, num_steps):
-        num_trials += any(choice is not PLAIN for choice in found.choose(candidates))
-        found.measured.speculating[3, True] = fixed  # the trials' steps confirm it
-    assert 0.5 < num_trials * around / (TRIAL_SHARE * num_steps * plain) < 1.3
-
-
-def test_a_baseline_that_was_too_long_is_soon_right():
-    """A plain step took three times as long while the engine started."""
-    model, passes = CostModel(SMALL_ON_CPU), CostModel(SMALL_ON_CPU).full_pass([1], [2000])
-    for seconds in (3 * passes, *[1.2 * passes] * 6):
-        model.observe_step(StepTime(True, [1], [2000], seconds))
-    assert model.overhead(1) == pytest.approx(0.2 * passes, rel=0.6)
-    before = model.overhead(1)
-    model.observe_step(StepTime(True, [1], [2000], 1.8 * passes))
-    assert model.overhead(1) - before < 0.2 * (0.8 * passes)
 
 
 def test_a_plain_pass_that_was_measured_too_slow_does_not_make_everything_pay():
