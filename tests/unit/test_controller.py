@@ -189,7 +189,7 @@ def deciding_steps(found: Controller, num_steps: int) -> Iterator[int]:
 
 def test_new_requests_do_not_delay_the_trial_of_an_old_one(monkeypatch):
     """Three of four requests are replaced every ten decisions; there is time for few trials."""
-    monkeypatch.setattr(exploration, "MAX_STEPS", 0.5)
+    monkeypatch.setattr(exploration, "MAX_TRIAL_STEPS", 0.5)
     found, num_trials = controller(LONG_PAYS, has_draft=False), 0
     found.acceptance.greedy.level2 = Rate(0.01, weight=50, memory=512)
     for num_decisions, _ in enumerate(deciding_steps(found, 12_000)):
