@@ -40,8 +40,6 @@ def main() -> int:
     per_engine = args.per_engine or STREAMS_PER_ENGINE
     campaign.run(60 * args.minutes, per_engine, args.most_engines)
     report = campaign.report()
-    for found in campaign.found.values():
-        print(found.script)
     print(json.dumps(report, indent=2), flush=True)
     return bool(report["faults"]) or bool(report["engines that did not start"])
 

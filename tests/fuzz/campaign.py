@@ -3,17 +3,11 @@
 import json
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
-from hypothesis import HealthCheck, Phase, given, seed
-from hypothesis import settings as hypothesis_settings
 
 from tests.fuzz.judge import Fault, Judge, Running
 from tests.fuzz.replay import script
 from tests.fuzz.settings import settings as settings_strategy
-from tests.fuzz.streams import streams as streams_strategy
+from tests.fuzz.streams import drawn, streams
 
 STREAMS_PER_ENGINE = 25
 # A pretrained model's streams take as long as many of the others.
@@ -21,17 +15,6 @@ OF_SMOLLM2 = 5
 SHRINK_SECONDS = 60
 # Of a right distribution once in a hundred thousand runs; looked at after every engine.
 LEAST_P_VALUE = 1e-5
-
-
-@dataclass
-class Found:
-    """A kind of fault: how it first showed, and how often."""
-
-    fault: Fault
-    first_stream: int
-    after_s: float
-    script: str
-    times: int = 1
 
 
 class Campaign:
@@ -51,26 +34,26 @@ class Campaign:
         number: int,
         shrink_seconds: float = SHRINK_SECONDS,
         is_control: bool = False,
-        log=sys.stderr.write,
         model: str | None = None,
         connectors: bool = False,
     ) -> None:
-        self._drawn_settings = settings_strategy(runner, model, connectors)
+        self._settings = settings_strategy(runner, model, connectors)
         self.runner, self.number, self._is_control = runner, number, is_control
         self.judge = Judge()
-        self.found: dict[str, Found] = {}
-        self.engines: list[dict] = []
+        self.found: dict[str, dict] = {}
+        """Of each kind of fault: how it first showed, and how often."""
+        self.num_engines = 0
         self.refused: list[str] = []
-        self._shrink_seconds, self._log = shrink_seconds, log
+        self._shrink_seconds = shrink_seconds
         self._begun = time.monotonic()
         self._checked_s = 0.0
 
     def run(self, seconds: float, per_engine: int = STREAMS_PER_ENGINE, most: int = 10**6) -> None:
         """Fuzz; the time includes shrinking."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and len(self.engines) < most:
-            for chosen in self._drawn(self._drawn_settings, 8):
-                if time.monotonic() > deadline or len(self.engines) >= most:
+        while time.monotonic() < deadline and self.num_engines < most:
+            for chosen in self._drawn(self._settings, 8):
+                if time.monotonic() > deadline or self.num_engines >= most:
                     break
                 if self._is_control:
                     # Stock's own Runner V1 mixes requests' thinking budgets up (patches/README.md).
@@ -79,21 +62,17 @@ class Campaign:
                 self._one_engine(chosen, deadline, per_engine)
 
     def _one_engine(self, chosen: dict, deadline: float, per_engine: int) -> None:
-        self.engines.append(chosen)
+        self.num_engines += 1
         running = self._start(chosen)
         if running is None:
             return
-        acceptance = running.acceptance
         if chosen["model"] == "smollm2":
             per_engine = max(1, per_engine // OF_SMOLLM2)
-        for stream in self._drawn(streams_strategy(chosen, self.runner), per_engine):
+        for stream in self._drawn(streams(chosen, self.runner), per_engine):
             if self.judge.counts["driven"] and time.monotonic() > deadline:
                 break
-            if running is None:
-                running = self._start(chosen)
-                if running is None:
-                    break
-                running.acceptance = acceptance
+            if running is None and (running := self._start(chosen)) is None:
+                break
             stream_seed = self.number * 1_000_000 + self.judge.counts["driven"]
             self.judge.counts["driven"] += 1
             begun = time.monotonic()
@@ -108,69 +87,70 @@ class Campaign:
                 self._keep(chosen, stream, stream_seed, fault)
         if running is not None:
             running.end()
-        if what := acceptance.fault():
-            self._keep(chosen, acceptance.worst[1], 0, Fault("acceptance", what))
-        self._log(f"acceptance: {acceptance.text()}\n")
         for name, pool in self.judge.distribution.pools.items():
             if pool.p_value() < LEAST_P_VALUE:
                 fault = Fault("distribution", f"{name}: {pool.p_values()}")
                 self._keep(chosen, [], 0, fault)
-        self._log(f"{len(self.engines)} engines, {self.judge.counts['driven']} streams\n")
+        _log(f"{self.num_engines} engines, {self.judge.counts['driven']} streams")
 
     def _start(self, chosen: dict) -> Running | None:
         try:
             return Running(chosen)
         except Exception as error:
-            self._log(f"does not start: {error!r}\n{json.dumps(chosen)}\n")
+            _log(f"does not start: {error!r}\n{json.dumps(chosen)}")
             self.refused.append(repr(error))
             return None
 
     def _keep(self, chosen: dict, stream: list[dict], stream_seed: int, fault: Fault) -> None:
         if fault.kind in self.found:
-            self.found[fault.kind].times += 1
+            self.found[fault.kind]["streams"] += 1
             return
         number, seconds = self.judge.counts["driven"], time.monotonic() - self._begun
-        self._log(f"stream {number}: {fault.check}: {fault.what}\n")
-        self.found[fault.kind] = entry = Found(fault, number, seconds, "")
-        if stream and self._shrink_seconds and fault.check != "acceptance":
+        _log(f"stream {number}: {fault.check}: {fault.what}")
+        self.found[fault.kind] = {
+            "streams": 1,
+            "first after streams": number,
+            "first after seconds": round(seconds),
+            "what": fault.what,
+        }
+        if stream and self._shrink_seconds:
             stream = self._shrunk(chosen, stream, stream_seed, fault)
-        entry.script = script(chosen, stream, stream_seed, fault, self.runner)
-        self._log(entry.script)
+        print(script(chosen, stream, stream_seed, fault, self.runner), flush=True)
 
-    def _shrunk(self, chosen, stream, stream_seed, fault: Fault) -> list[dict]:
-        held: list[Running] = []
+    def _shrunk(
+        self, chosen: dict, stream: list[dict], stream_seed: int, fault: Fault
+    ) -> list[dict]:
+        """Leave out requests without which the fault still shows, while there is time.
 
-        def fails(candidate: list[dict]) -> bool:
-            if not held:
-                held.append(Running(chosen))
-            faults = self.judge.check(held[0], candidate, stream_seed, pools=False)
-            if any(f.ends_engine for f in faults):
-                held.pop().end()
-            return any(f.kind == fault.kind for f in faults)
-
-        stream = shrink(stream, fails, self._shrink_seconds)
-        for running in held:
+        Each try may need a fresh engine, which takes seconds: hypothesis would take hundreds.
+        """
+        deadline = time.monotonic() + self._shrink_seconds
+        running: Running | None = None
+        size = len(stream) // 2
+        while size:
+            for start in range(0, len(stream), size):
+                rest = stream[:start] + stream[start + size :]
+                if not rest or time.monotonic() > deadline:
+                    continue
+                running = running or Running(chosen)
+                faults = self.judge.check(running, rest, stream_seed, pools=False)
+                if any(each.ends_engine for each in faults):
+                    running.end()
+                    running = None
+                if any(each.kind == fault.kind for each in faults):
+                    stream = rest
+                    break
+            else:
+                size //= 2
+            size = min(size, len(stream) - 1)
+        if running is not None:
             running.end()
         return stream
 
     def _drawn(self, strategy, count: int) -> list:
         """Examples of hypothesis, new ones at each call."""
-        drawn: list = []
-
-        @seed(hash((self.number, len(self.engines), self.runner == "v1", count)))
-        @hypothesis_settings(
-            max_examples=count,
-            database=None,
-            deadline=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(strategy)
-        def note(example) -> None:
-            drawn.append(example)
-
-        note()
-        return drawn
+        number = (self.number, self.num_engines, self.runner == "v1", count)
+        return drawn(strategy, count, number)
 
     def report(self) -> dict:
         """What was tried, and what was found."""
@@ -179,7 +159,7 @@ class Campaign:
         return {
             "runner": self.runner,
             "seconds": round(seconds),
-            "engines": len(self.engines),
+            "engines": self.num_engines,
             "engines that did not start": self.refused,
             "streams driven": judge.counts["driven"],
             "streams a minute, engine starts and shrinking left out": round(
@@ -194,83 +174,9 @@ class Campaign:
             "of which part with one seed of three": judge.seeds.num_roundings,
             "sampled tokens pooled": {name: pool.num_tokens for name, pool in pools.items()},
             "p-values": {name: pool.p_values() for name, pool in pools.items()},
-            "settings tried": _tally(self.engines),
-            "faults": {
-                kind: {
-                    "streams": found.times,
-                    "first after streams": found.first_stream,
-                    "first after seconds": round(found.after_s),
-                    "what": found.fault.what,
-                }
-                for kind, found in self.found.items()
-            },
+            "faults": self.found,
         }
 
 
-def _tally(chosen: list[dict]) -> dict:
-    """How often each value of each setting was tried."""
-    tally: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for one in chosen:
-        own = {"model": one["model"], "lora": one["lora"], **one["engine"]}
-        for name, value in (own | (one["triforce"] or {})).items():
-            tally[name][str(value)] += 1
-    return {name: dict(sorted(values.items())) for name, values in tally.items()}
-
-
-# Each try may need a fresh engine, which takes seconds: hypothesis would take hundreds of them.
-def shrink(stream: list[dict], fails: Callable[[list[dict]], bool], seconds: float) -> list[dict]:
-    """The smallest stream found in the time given that still fails; maybe the same.
-
-    Args:
-        fails: whether a stream shows the fault in question.
-    """
-    deadline = time.monotonic() + seconds
-    is_smaller = True
-    while is_smaller:
-        is_smaller = False
-        for candidate in _smaller(stream):
-            if time.monotonic() > deadline:
-                return stream
-            if fails(candidate):
-                stream, is_smaller = candidate, True
-                break
-    return stream
-
-
-def _smaller(stream: list[dict]) -> Iterator[list[dict]]:
-    """Fewer requests first, then simpler ones."""
-    size = len(stream) // 2
-    while size:
-        for start in range(0, len(stream), size):
-            if rest := stream[:start] + stream[start + size :]:
-                yield rest
-        size //= 2
-    for i, request in enumerate(stream):
-        for simpler in _simpler(request):
-            yield [*stream[:i], simpler, *stream[i + 1 :]]
-
-
-def _simpler(request: dict) -> Iterator[dict]:
-    """The request with one thing less, or with less of it."""
-    params, prompt = request["params"], request["prompt"]
-    for key in ("abort", "priority", "lora", "pause", "reset", "turns"):
-        if request.get(key):
-            yield _without(request, key)
-    if request["arrive"]:
-        yield request | {"arrive": 0}
-    kept = ("max_tokens", "temperature", "ignore_eos")
-    changed = [_without(params, key) for key in params if key not in kept]
-    if params["temperature"]:
-        greedy = _without(params, "top_p", "top_k", "min_p", "seed", "n") | {"temperature": 0}
-        changed.append(greedy)
-    if params["max_tokens"] > 1 and params.get("min_tokens", 0) <= params["max_tokens"] // 2:
-        changed.append(params | {"max_tokens": params["max_tokens"] // 2})
-    yield from (request | {"params": own} for own in changed)
-    if prompt.get("shared"):
-        yield request | {"prompt": prompt | {"shared": 0}}
-    if prompt["length"] > 8:
-        yield request | {"prompt": prompt | {"length": prompt["length"] // 2}}
-
-
-def _without(its: dict, *names: str) -> dict:
-    return {name: value for name, value in its.items() if name not in names}
+def _log(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

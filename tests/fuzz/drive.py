@@ -25,9 +25,6 @@ class Choice:
     text: str = ""
     cumulative_logprob: float | None = None
     stop_reason: int | str | None = None
-    num_tested: int = 0
-    """Drafts that a full pass accepted, or was the first to reject; of a speculating engine."""
-    num_accepted: int = 0
 
 
 @dataclass
@@ -141,10 +138,6 @@ def _note(answer: Answer, output) -> None:
     for found in output.outputs:
         choice = answer.choices.setdefault(found.index, Choice())
         tokens = list(found.token_ids)
-        if metrics := found.spec_decode_metrics:
-            steps = list(zip(metrics.per_step_accepted, metrics.per_step_drafted))
-            choice.num_accepted = sum(accepted for accepted, _ in steps)
-            choice.num_tested = sum(min(accepted + 1, drafted) for accepted, drafted in steps)
         if not choice.finish_reasons or not output.finished:
             choice.places += range(len(tokens) - len(choice.token_ids))
             choice.token_ids, choice.logprobs = tokens, found.logprobs

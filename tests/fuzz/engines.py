@@ -40,9 +40,8 @@ def start(settings: dict):
     # Runner V2's kernels that select take a second a pass in Triton's interpreter: where the policy
     # is named.
     triforce_config._PASS_KERNELS = ("retrieval",) if "selection" in keys else ()
-    engine = settings["engine"] | {"per_request_spec_decode_metrics": "detailed"}
     with _placing(keys.pop("num_device_layers", None)):
-        return _start(settings["model"], settings["lora"], keys, **engine)
+        return _start(settings["model"], settings["lora"], keys, **settings["engine"])
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.fuzz import engines
-from tests.fuzz.alone import Acceptance, Seeds, compared_acceptance
-from tests.fuzz.boundary import BoundaryWatch
+from tests.fuzz.alone import Seeds
 from tests.fuzz.distribution import Distribution
 from tests.fuzz.drive import Answer, drive
 from tests.fuzz.models import tokens_of
@@ -23,8 +22,7 @@ class Fault:
     """Something wrong with a stream."""
 
     check: str
-    """``engine``, ``boundary``, ``greedy``, ``answers``, ``kept``, ``sampled``, ``seeds`` or
-    ``acceptance``."""
+    """``engine``, ``greedy``, ``answers``, ``kept``, ``sampled``, ``seeds`` or ``distribution``."""
     what: str
     ends_engine: bool = False
 
@@ -40,16 +38,6 @@ class Running:
     def __init__(self, settings: dict) -> None:
         self.settings = settings
         self.llm = engines.start(settings)
-        runner = worker_of(self.llm).model_runner
-        # Model Runner V2 has no such boundary: it reads draft logits from a buffer of its own.
-        is_v1 = hasattr(runner, "drafter")
-        self.watch = BoundaryWatch(runner) if is_v1 else None
-        self.acceptance = Acceptance()
-
-    def boundary_faults(self) -> list[Fault]:
-        """Of the steps since they were asked for."""
-        lines = [] if self.watch is None else self.watch.take()
-        return [Fault("boundary", line) for line in dict.fromkeys(lines)]
 
     def end(self) -> None:
         """Also of one that is broken."""
@@ -57,7 +45,7 @@ class Running:
             from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
             ensure_kv_transfer_shutdown()
-        self.llm = self.watch = None
+        self.llm = None
         gc.collect()
 
 
@@ -84,14 +72,11 @@ class Judge:
         torch.manual_seed(seed)
         try:
             answers = drive(running.llm, model, stream)
-            pairs = compared_acceptance(running.llm, settings, stream, answers, seed)
             unlike = self.seeds.differences(running.llm, settings, stream, answers)
             left = kept(running.llm, model)
         except Exception as error:
-            return [*running.boundary_faults(), Fault("engine", _where(error), True)]
-        running.acceptance.add(stream, pairs)
-        faults = running.boundary_faults()
-        faults += [Fault("seeds", what) for what in unlike]
+            return [Fault("engine", _where(error), True)]
+        faults = [Fault("seeds", what) for what in unlike]
         faults += [Fault("kept", what, True) for what in left]
         badly = badly_answered(model, max_model_len_of(settings), stream, answers)
         faults += [Fault("answers", what) for what in badly]

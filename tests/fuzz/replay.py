@@ -19,7 +19,6 @@ def replay(settings: dict, stream: list[dict], seed: int = 0, times: int = 1) ->
         if not any(fault.ends_engine for fault in faults):
             faults += judge.check(running, stream, seed + number)
     running.end()
-    print("acceptance:", running.acceptance.text())
     for fault in faults or ["nothing is wrong"]:
         print(fault)
     return faults

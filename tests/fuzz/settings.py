@@ -10,8 +10,9 @@ from vllm_triforce.selection import POLICIES
 SHORT = 768
 # Above 4,096 tokens the default retrieval budget depends on the context.
 LONG = {"small": 12288, "mimo": 12288, "pair": 12288, "smollm2": 8192}
-# Of all prompts of a stream, by ``max_model_len``: so that a stream takes a minute at most.
-PROMPT_TOKENS = {SHORT: 10 * SHORT, 8192: 10000, 12288: 30000}
+# Of all prompts of a stream, by ``max_model_len`` (two are the soak's): so that a stream takes a
+# minute at most.
+PROMPT_TOKENS = {SHORT: 10 * SHORT, 4352: 15000, 6400: 10000, 8192: 10000, 12288: 30000}
 MAX_TOKENS = 48
 MODELS = {
     "v1": ["small", "small", "pair", "pair", "mimo"] + ["smollm2"] * SMOLLM2.exists(),

@@ -2,6 +2,8 @@
 
 import json
 
+from hypothesis import HealthCheck, Phase, given, seed
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tests.fuzz.models import CHARACTERS, CORPUS_TOKENS, EOS, VOCAB_SIZE
@@ -30,6 +32,26 @@ TAG = {
 }
 REGEXES = [r"(self\._[a-z]{1,8} = [0-9]{1,3}\n){1,3}", r"[ a-m]{6,}", r"[0-9]{2,9}(, [0-9]{1,3})*"]
 CHOICES = [["return self", "return None"], ["a", "ab", "abcdefgh"]]
+
+
+def drawn(strategy, count: int, number: tuple) -> list:
+    """Draw examples of hypothesis, others by another number."""
+    examples: list = []
+
+    @seed(hash(number))
+    @hypothesis_settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def note(example) -> None:
+        examples.append(example)
+
+    note()
+    return examples
 
 
 def _once_in(draw, number: int) -> bool:

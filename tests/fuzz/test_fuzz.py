@@ -1,21 +1,15 @@
-"""A short run of the fuzzer finds nothing, and would have found a fault that was there once.
-
-Power, with the fault put back: what is handed to the rejection sampler gives it away in the first
-stream, the tokens alone after some.
-"""
+"""A short run of the fuzzer finds nothing, and would have found a fault that was there once."""
 
 import json
 import os
 import sys
-import time
-from contextlib import contextmanager
 
 import pytest
 import torch
-from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.asked import target_logits
 from tests.child import run
+from tests.fuzz.campaign import LEAST_P_VALUE
 from tests.fuzz.distribution import Distribution
 from tests.fuzz.drive import Answer, Choice, drive
 from tests.fuzz.judge import Running
@@ -31,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(not (PAIR / "target").exists(), reason=f"no model pair in {PAIR}"),
 ]
 
-LEAST_P_VALUE = 1e-5
 SETTINGS = {
     "model": "small",
     "lora": False,
@@ -69,71 +62,27 @@ def mixed_stream(number: int) -> list[dict]:
     return [{"prompt": prompt, "params": params, "arrive": 0} for params in requests]
 
 
-@contextmanager
-def fault():
-    """Hand up of each token the distribution of the one before it in the batch, where a greedy
-    request's are certain."""
+@pytest.mark.thorough
+def test_a_fault_of_sampling_is_caught_by_the_distribution():
+    """Each token is handed up with the distribution of the one before it in the batch, where a
+    greedy request's are certain."""
 
     def shifted(store, *step):
         rows = take(store, *step)
         return None if rows is None else rows.roll(1, 0)
 
-    with replaced(DraftProbsStore, "take", shifted) as take:
-        yield
-
-
-def streams_until_caught(
-    running: Running, most: int, first: int = 0, watches_boundary: bool = True
-) -> tuple[int | None, dict[str, float]]:
-    """Streams until something is wrong with what is sampled; p-values."""
-    distribution = Distribution()
+    running, distribution = Running(SETTINGS), Distribution()
     pool = distribution.pools["without seed"]
-    for i in range(most):
-        stream = mixed_stream(first + i)
-        torch.manual_seed(first + i)
-        excluded = distribution.add("small", stream, drive(running.llm, "small", stream))
-        at_boundary = running.boundary_faults() if watches_boundary else []
-        if excluded or at_boundary or pool.p_value() < LEAST_P_VALUE:
-            return i + 1, pool.p_values()
-    return None, pool.p_values()
-
-
-@pytest.fixture(scope="module")
-def running():
-    started = Running(SETTINGS)
-    yield started
-    started.end()
-
-
-def test_the_fault_is_caught_at_the_boundary(running):
-    with fault():
-        assert streams_until_caught(running, 3)[0] == 1
-
-
-@pytest.mark.thorough
-def test_the_fault_is_caught_by_the_distribution(running):
-    with fault():
-        caught, p_values = streams_until_caught(running, 120, watches_boundary=False)
-    assert caught, p_values
-
-
-def test_without_the_fault_nothing_is_caught(running):
-    caught, p_values = streams_until_caught(running, 5, first=5)
-    assert caught is None, p_values
-
-
-def test_a_grammar_that_takes_its_time_is_no_fault(running):
-    """Until it is compiled, in a thread, thousands of steps may pass in which nothing runs."""
-
-    def slowly(self, request):
-        time.sleep(2)
-        return compile_grammar(self, request)
-
-    params = {"max_tokens": 4, "temperature": 0, "structured": {"classes": ["Z01234567"]}}
-    prompt = {"kind": "text", "start": 3, "length": 40}
-    with replaced(StructuredOutputManager, "_create_grammar", slowly) as compile_grammar:
-        (answer,) = drive(running.llm, "small", [{"prompt": prompt, "params": params, "arrive": 0}])
-    assert answer.num_finished == 1
+    with replaced(DraftProbsStore, "take", shifted) as take:
+        for number in range(120):
+            torch.manual_seed(number)
+            stream = mixed_stream(number)
+            excluded = distribution.add("small", stream, drive(running.llm, "small", stream))
+            if excluded or pool.p_value() < LEAST_P_VALUE:
+                break
+        else:
+            pytest.fail(f"not caught: {pool.p_values()}")
+    running.end()
 
 
 def fuzzed(runner: str, num_streams: int) -> dict:
