@@ -269,12 +269,12 @@ def figures_of(counted: dict[str, float]) -> list[dict[str, float]]:
 
 
 @pytest.mark.thorough
-def test_short_soak(server, stock, text):
+def test_short_soak(server):
     """tests/soak.py with 40 requests: preempted, aborted, none lost, twice, leaked or wrong."""
-    cases = soak.random_cases(40, 1, text)
-    figures, _ = soak.soak(server, cases, 1)
-    assert figures["preemptions"] > 0 and figures["proposals"] > 50
-    compared, _ = soak.check_greedy(stock, cases)
+    wanted = soak.random_streams(soak.settings_of("pair"), 1, count=40)
+    figures, sent = soak.soak(server, "pair", wanted, 1)
+    assert figures["preemptions"] > 0 and figures["vllm:triforce_proposals_total"] > 50
+    compared, _ = soak.check_answers("pair", sent)
     assert compared > 20
 
 
