@@ -188,21 +188,19 @@ def test_the_page_stands_alone_and_has_the_numbers():
 @pytest.mark.thorough
 def test_two_servers_are_measured_in_turns(pair, tmp_path):
     given = ["bench", "--serve", "--target", pair["target"], "--draft", pair["draft"]]
-    given += ["--prompts", str(PROMPTS / "held_out.txt"), "--batch-sizes", "2"]
+    given += ["--prompts", str(PROMPTS / "held_out.txt"), "--output", str(tmp_path)]
     given += [
+        "--batch-sizes",
+        "2",
         "--contexts",
         "256",
         "--tokens",
         "32",
         "--repetitions",
         "1",
-        "--requests-per-run",
-        "4",
-        "--warmup",
-        "0",
         "--no-control",
     ]
-    given += ["--output", str(tmp_path), "--budgets", "128", "--dtypes", "float32"]
+    given += ["--requests-per-run", "4", "--warmup", "0", "--budgets", "128", "--dtypes", "float32"]
     engine = {"enforce_eager": True, "block_size": 32, "distributed_executor_backend": "uni"}
     given += ["--engine", json.dumps(engine)]
     given += ["--triforce", '{"min_context": 0, "adaptive": false}']

@@ -129,16 +129,7 @@ def test_the_prediction_is_the_model_of_times(capsys, tmp_path, kv_bytes):
         gains = [at["setting"] != "plain" for at in cell["contexts"]]
         since = cell["pays_from"]
         assert gains == [since is not None and at["context"] >= since for at in cell["contexts"]]
-    for cell in prediction["break_even"]:
-        context, batch = cell["context"], cell["batch"]
-        levels = [s for s in settings(min(4096, max(512, context // 8)), (LOOKUP,), "2")]
-        del levels[0]  # plain decoding
-        levels += [s for s in settings(levels[0].budget, (LOOKUP,)) if s.route == "levels"]
-        point = predictor.break_even(levels, context, batch, Acceptance(0.9))
-        assert cell["routes"]["levels"] == pytest.approx(
-            {"tokens": point.tokens, "acceptance": point.acceptance, "setting": str(point.setting)}
-        )
-        assert 1 <= cell["routes"]["lookup"]["tokens"] < 1.1
+    assert all(1 <= its["routes"]["lookup"]["tokens"] < 1.1 for its in prediction["break_even"])
 
 
 def test_the_keys_that_the_prediction_would_choose(capsys, tmp_path):
@@ -260,15 +251,6 @@ def test_a_model_that_cannot_be_built_without_weights(capsys, monkeypatch, pair)
     assert "cannot be told" in verdict(found)
 
 
-def test_version(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    import vllm_triforce
-
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"vllm-triforce {vllm_triforce.__version__}\n"
-
-
 def test_other_commands_take_no_more_than_they_name(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["lab", "MODEL", "--text", "FILE", "--polices", "topk"])
@@ -303,22 +285,6 @@ def test_a_plugin_that_is_switched_off(capsys, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     code, found = doctor(capsys)
     assert code == 1 and "VLLM_PLUGINS=another" in found["installation"]["refusal"]
-
-
-def test_the_verdict_is_what_would_be_done():
-    from vllm_triforce_bench.doctor.text import verdict
-
-    def of(*pays_from, **more) -> str:
-        cells = [{"pays_from": since} for since in pays_from]
-        found = {"installation": {"refusal": None}, "engine": {"refusal": None}, "runs": True}
-        return verdict({**found, "prediction": {"cells": cells}, **more})
-
-    assert of(None, 4096) == "TriForce would run."
-    assert "decode plainly" in of(None, None)
-    engine = {"refusal": "gamma=0", "refused_by": "vllm-triforce"}
-    assert of(engine=engine).endswith("without it, vLLM takes the other options.")
-    refused = of(runs=False, layers={"refusal": "no layer fits"})
-    assert refused == "TriForce would refuse to start: no layer fits."
 
 
 def test_as_text(pair):

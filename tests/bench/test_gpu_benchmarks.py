@@ -4,12 +4,10 @@ import functools
 import re
 from types import SimpleNamespace
 
-import pytest
 from _pytest.mark.expression import Expression
 
 from benchmarks.gpu import plan, test_exactness
 from benchmarks.gpu.models import MODELS
-from benchmarks.gpu.profile_steps import by_kernel
 from benchmarks.gpu.test_exactness import difference
 from tests.models import ROOT
 
@@ -42,45 +40,6 @@ def test_the_benchmarks_of_the_plan_are_what_bench_takes(tmp_path):
                 assert weights + model_facts.kv_cache_bytes(asked, "bfloat16", target) < 139 << 30
             count += 1
     assert count == 12
-
-
-def test_a_step_with_a_result_is_not_run_again(tmp_path, monkeypatch):
-    ran = []
-
-    def run(out, name, command):
-        ran.append(name)
-        (out / f"{name}.json").write_text("{}")
-        return True
-
-    monkeypatch.setattr(plan, "run", run)
-    monkeypatch.setattr("sys.argv", ["plan", str(tmp_path), "micro", "first-token"])
-    assert plan.main() == 0 and ran == ["micro", "first-token"]
-    monkeypatch.setattr("sys.argv", ["plan", str(tmp_path)])
-    assert plan.main() == 0 and len(ran) == len(set(ran)) == len(plan.steps(tmp_path, 400, True))
-
-
-def test_a_step_that_takes_too_long_has_no_result(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(plan, "LIMIT_S", 0.5)
-    assert not plan.run(tmp_path, "micro", ["timeit", "-n1", "-r1", "import time; time.sleep(60)"])
-    (tmp_path / "micro.json").write_text("{}")
-    assert plan.run(tmp_path, "micro", ["this"]) and "status 0" in capsys.readouterr().out
-
-
-def test_a_profile_separates_kernels_gaps_and_waits():
-    def event(name, start, us, stream=7, cat="kernel"):
-        return {"cat": cat, "name": name, "ts": start, "dur": us, "args": {"stream": stream}}
-
-    events = [event("a", 0, 10), event("b", 12, 20), event("a", 132, 10), event("c", 5, 900, 8)]
-    events += [event("host", 0, 500, cat="cpu_op")]
-    found = by_kernel(events, num_steps=2)
-    assert found.pop("kernels") == {
-        "b": {"count": 0.5, "us_each": 20, "gap_us": 2},
-        "a": {"count": 1, "us_each": 10, "gap_us": 0},
-    }
-    assert found == pytest.approx(
-        {"span_ms": 0.071, "busy_ms": 0.02, "gaps_ms": 0.001, "waits_ms": 0.05}
-    )
-    assert by_kernel(events[-1:], 1) == {}
 
 
 def test_tokens_may_part_only_where_both_are_near_stocks_best():

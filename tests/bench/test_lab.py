@@ -3,19 +3,13 @@
 import copy
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
-from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from tests.models import PAIR, PROMPTS, make_architecture, make_llama
-from tests.packages import BROKEN, put_project
 from vllm_triforce import cli, selection
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION, PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
@@ -23,11 +17,9 @@ from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce_bench.lab.copies import SCHEMES, round_to_fp8, round_to_int4
 from vllm_triforce_bench.lab.measure import acceptance, next_token_probs
-from vllm_triforce_bench.lab.passes import Recording, Replay
 from vllm_triforce_bench.lab.policies import POLICIES, LabPolicy, Sizes
-from vllm_triforce_bench.lab.settings import LabSettings
 from vllm_triforce_bench.lab.target import Target
-from vllm_triforce_bench.lab.trace import AttentionOptions, LayerTrace, causal_mask, kept_mass
+from vllm_triforce_bench.lab.trace import AttentionOptions, LayerTrace, causal_mask
 
 START, COUNT, DIM = 301, 37, 16
 SPARSE = {name: policy for name, policy in POLICIES.items() if name != "full"}
@@ -101,29 +93,6 @@ def test_a_greedy_replay_is_the_models_own_continuation(gqa):
     assert trace.replayed == out[0, 90:].tolist()
 
 
-def test_a_sampled_replay_follows_the_models_distribution(gqa, tmp_path):
-    from vllm_triforce_bench.lab.measure import _draw
-
-    target, _ = gqa
-    keys = dict(model="m", text=(), output=tmp_path, temperature=1.3, top_p=0.9, replay="sample")
-    settings = LabSettings(**keys, experiments=("budget",))
-    logits = 2 * torch.randn(30, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.tensor([_draw(settings, generator, logits) for _ in range(4000)])
-    shares = torch.bincount(drawn, minlength=30) / 4000
-    wanted = next_token_probs(logits[None], 1.3, 0.9)[0]
-    assert bool((shares[wanted == 0] == 0).all())
-    torch.testing.assert_close(shares, wanted, atol=0.03, rtol=0)
-    greedy = dataclasses.replace(settings, replay="greedy")
-    assert _draw(greedy, generator, logits) == int(logits.argmax())
-
-    def replayed(seed: int) -> list[int]:
-        draw = partial(_draw, settings, torch.Generator().manual_seed(seed))
-        return target.record(tokens(90), 12, draw=draw).replayed
-
-    assert replayed(0) == replayed(0) != replayed(1)
-
-
 def test_a_sparse_pass_is_stock_attention_under_a_mask(gqa):
     """Oracle: transformers' own cache and eager attention, one token at a time, where the mask
     hides what streaming drops. Earlier tokens' KV is the full pass's."""
@@ -151,53 +120,6 @@ def test_a_sparse_pass_is_stock_attention_under_a_mask(gqa):
             ).logits[0, -1]
         torch.testing.assert_close(found[row], wanted, atol=1e-4, rtol=1e-3)
         assert not torch.equal(mask, torch.zeros_like(mask))
-
-
-@pytest.mark.parametrize("softcap, sinks", [(None, False), (3.0, False), (None, True)])
-def test_sparse_attention_is_a_loop_over_heads(softcap, sinks):
-    """Oracle: one head and one query at a time, over the kept tokens alone."""
-    sinks = torch.randn(4) if sinks else None
-    layer = layer_trace(softcap=softcap, sinks=sinks)
-    policy = POLICIES["topk"](SMALL)
-    query = torch.randn(4, COUNT, DIM)
-    own_keys, own_values = torch.randn(2, 2, COUNT, DIM)
-    found = Replay([layer], policy)(0, query, own_keys, own_values, layer.options)
-    for head in range(4):
-        for row in range(0, COUNT, 6):
-            length = START + row
-            keys = torch.cat([layer.keys[head // 2, :length], own_keys[head // 2, row][None]])
-            values = torch.cat([layer.values[head // 2, :length], own_values[head // 2, row][None]])
-            scores = keys @ query[head, row] * DIM**-0.5
-            if softcap:
-                scores = torch.tanh(scores / softcap) * softcap
-            best = scores.topk(64).indices
-            logits = scores[best]
-            if sinks is not None:
-                logits = torch.cat([logits, sinks[head][None]])
-            weights = logits.softmax(0)[:64]
-            torch.testing.assert_close(found[head, row], weights @ values[best])
-
-
-def test_recording_in_pieces_is_recording_at_once():
-    torch.manual_seed(0)
-    total = START + COUNT
-    keys, values = torch.randn(2, 2, total, DIM)
-    queries = torch.randn(4, total, DIM)
-    options = AttentionOptions(DIM**-0.5)
-
-    def record(*ends: int) -> tuple[torch.Tensor, LayerTrace]:
-        recording, outputs = Recording(1, total, START), []
-        for begin, end in pairwise([0, *ends]):
-            piece = slice(begin, end)
-            outputs.append(
-                recording(0, queries[:, piece], keys[:, piece], values[:, piece], options)
-            )
-            recording.position = end
-        return torch.cat(outputs, 1), recording.layer_traces()[0]
-
-    (output, layer), (wanted, whole) = record(128, 129, START, total), record(total)
-    torch.testing.assert_close(output, wanted)
-    assert torch.equal(layer.keys, whole.keys) and torch.equal(layer.values, whole.values)
 
 
 # ------------------------------------------------------------------------------- the policies
@@ -289,23 +211,6 @@ def test_the_lab_reads_what_the_engine_selects(policy, tokens_per_pass):
                 assert found == sorted(reads)
 
 
-@pytest.mark.parametrize("policy", ["retrieval", "quest", "streaming"])
-def test_no_choice_of_as_many_tokens_keeps_more_attention_than_topk(policy):
-    """Top-k is a ceiling: given as many tokens it keeps at least the same share, in 0 to 1."""
-    layer, query = layer_trace(8, 2), some_queries(8)
-    visible = causal_mask(layer.positions(), layer.num_tokens)
-    for kv_head in range(2):
-        scores = query[layer.heads(kv_head)] @ layer.keys[kv_head].T * DIM**-0.5
-        mask = kept(layer, POLICIES[policy](SMALL), kv_head, query)
-        budget = int(mask.sum(-1).max())
-        best = kept(layer, POLICIES["topk"](Sizes(budget, 1, 1)), kv_head, query)
-        mass, ceiling = kept_mass(scores, visible, mask), kept_mass(scores, visible, best)
-        assert bool((mass <= ceiling).all()) and float(mass.mean()) < float(ceiling.mean())
-        assert float(mass.min()) > 0 and float(ceiling.max()) <= 1
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        torch.testing.assert_close(mass, (weights * mask).sum(-1))
-
-
 # -------------------------------------------------------------------------------- the copies
 
 
@@ -335,19 +240,6 @@ def test_a_copy_reads_the_targets_cache_with_its_own_weights(gqa):
             wanted = rounded(fed, past_key_values=cache).logits[0, -1]
         torch.testing.assert_close(found[row], wanted, atol=1e-4, rtol=1e-3)
         assert float((found[row] - again[row]).abs().max()) > 1e-3  # it is another model
-
-
-def test_rounded_inputs_multiply_as_integers(gqa):
-    """W8A8 by integers: int8 rows of inputs times int8 rows of weights, scaled afterwards."""
-    target, _ = gqa
-    rounded = target._copy("int8").model.layers[1].mlp.down_proj
-    weight = target.model.model.layers[1].mlp.down_proj.weight.detach()
-    inputs = torch.randn(5, weight.shape[1])
-    scales = [part.abs().amax(-1, keepdim=True) / 127 for part in (inputs, weight)]
-    whole = [(p / s).round().int() for p, s in zip((inputs, weight), scales, strict=True)]
-    wanted = (whole[0] @ whole[1].T) * (scales[0] * scales[1].T)
-    with torch.inference_mode():
-        torch.testing.assert_close(rounded(inputs), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_a_copy_in_bfloat16_knows_its_positions(gqa):
@@ -477,36 +369,6 @@ def test_bad_input_is_refused_before_the_model_loads(changed, named, capsys, mon
         cli.main([*RUN, *changed])
     assert end.value.code == 2
     assert named in capsys.readouterr().err
-
-
-@pytest.mark.thorough
-def test_a_broken_policy_of_another_package_harms_only_who_compares_it(tmp_path):
-    """The help names it without loading it, others are measured without it; who asks for it, if
-    only by asking for all, is told what is wrong and what to do. A name that is taken is said."""
-
-    def lab(folder, *more: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "vllm_triforce.cli", *RUN, *more, "--output", str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
-            capture_output=True,
-            text=True,
-        )
-        assert "Traceback" not in done.stderr, done.stderr
-        return done.returncode, done.stdout + done.stderr
-
-    broken = put_project(tmp_path, "broken", BROKEN)
-    code, said = lab(broken, "--help")
-    assert code == 0 and "misnamed" in said and "no_module" in said
-    few = ("--policies", "retrieval", "--experiments", "budget", "--stretches", "1")
-    code, said = lab(broken, *few)
-    assert code == 0 and "By budget" in said
-    for asked in (["--policies", "misnamed"], []):
-        code, said = lab(broken, *asked)
-        assert code == 2 and "policies: 'misnamed': broken_module:Newest of broken is no" in said
-        assert "Give the class the name of its entry point; or name the others" in said
-    clashing = put_project(tmp_path, "clashing", {"topk": "clashing_module:Newest"})
-    code, said = lab(clashing, *few[2:])
-    assert code == 2 and "policies: 'topk': the lab has one of that name; rename" in said
 
 
 def test_a_model_that_is_none_is_refused(capsys, tmp_path):

@@ -23,8 +23,6 @@ from vllm_triforce_bench.predict.steps import (
     DRAFT,
     LEVELS,
     LOOKUP,
-    PLAIN,
-    STOCK,
     Acceptance,
     Predictor,
     Setting,
@@ -47,42 +45,11 @@ def predictor(machine="H200", model="llama-3.1-8b") -> Predictor:
 # By hand.
 
 
-def test_sizes_are_those_of_the_models():
-    billions = {name: model.weights / 1e9 for name, model in MODELS.items()}
-    smollm2 = billions.pop("smollm2-mha")  # 0.135 with 3 KV heads a layer; 6 more are 13 million
-    assert smollm2 == pytest.approx(0.148, abs=0.001)
-    assert list(billions.values()) == pytest.approx([6.74, 8.03, 8.19, 30.53], abs=0.005)
-    moe = MODELS["qwen3-30b-a3b"]
-    active = moe.dense_weights + moe.layers * moe.active_experts * moe.expert_weights
-    assert active / 1e9 == pytest.approx(3.04, abs=0.01), "3.3 with the embedding"
-    assert MODELS["llama-3.1-8b"].weight_bytes / 1e9 == pytest.approx(16.06, abs=0.01)
-    assert 8192 * MODELS["llama-3.1-8b"].kv_bytes_per_token / 1e9 == pytest.approx(1.07, abs=0.01)
-
-
-def test_a_pass_is_its_bytes_over_bandwidth():
-    """8B, grouped heads, at 8,192 tokens: 15.0 GB of weights without the embedding's rows, 1.07 of
-    KV, of which level 2 reads half, with four more kernels a layer."""
-    full = predictor().full_pass([1], [8192])
-    graph = 15e-6 + (32 * 11 + 4) * 4.2e-6
-    read = 15.01e9 / (0.86 * 4.8e12) + 1.074e9 / (0.83 * 4.8e12)
-    assert full == pytest.approx(read + graph, rel=1e-3)
-    half = 0.537e9 / (0.83 * 4.8e12)
-    level2 = predictor().level2_pass(1, 3, 4096, 8192)
-    assert full - level2 == pytest.approx(half - 32 * 4 * 4.2e-6, rel=0.02)
-
-
 def test_a_large_batch_is_bound_by_arithmetic():
     """7.5 G weights but for the embedding, 2 operations each, 2,048 tokens."""
     machine = dataclasses.replace(MACHINES["H200"], kernel_seconds=0.0, graph_launch_seconds=0.0)
     seconds = pass_seconds(machine, MODELS["llama-3.1-8b"], [1] * 2048, [0] * 2048)
     assert seconds == pytest.approx(2 * 7.505e9 * 2048 / (0.6 * 989e12), rel=1e-3)
-
-
-def test_launches_are_counted():
-    """A round's two outside graphs, and three and six a drafted token inside."""
-    its = dataclasses.replace(MODELS["llama-3.1-8b"], vocab=0)  # no logits
-    round_s = Predictor(MACHINES["H200"], its, its).round_overhead(1, 2, True)
-    assert round_s == pytest.approx(2 * 5e-6 + (3 + 2 * 6) * 4.2e-6)
 
 
 @pytest.mark.parametrize(
@@ -119,19 +86,6 @@ def test_a_layers_selection_on_an_h200(requests, kv_heads, head_dim, chunks, mea
     )
     seconds = Predictor(MACHINES["H200"], layer).selection_overhead(requests, chunks * 16, 1, 1)
     assert 1e6 * seconds == pytest.approx(measured_us, rel=0.15)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 56, 448])
-def test_experts_that_a_pass_reads(num_tokens):
-    """Against drawing them: 8 of 128 for each token."""
-    draw, model, times = random.Random(0), MODELS["qwen3-30b-a3b"], 200
-    touched = 0
-    for _ in range(times):
-        seen: set[int] = set()
-        for _ in range(num_tokens):
-            seen.update(draw.sample(range(model.experts), model.active_experts))
-        touched += len(seen)
-    assert model.experts_touched(num_tokens) == pytest.approx(touched / times, rel=0.01)
 
 
 def test_flash_attention_2_does_not_split_the_kv_of_longer_queries():
@@ -226,20 +180,6 @@ def test_what_fits():
     assert not predictor("RTX-4090", "qwen3-30b-a3b").fits(16, 1)
     assert predictor("H200", "llama-2-7b-128k").fits(122_000, 1)
     assert not predictor("H200", "llama-2-7b-128k").fits(122_000, 4)
-
-
-def test_where_to_step_aside():
-    def best(machine, model, context, batch, acceptance):
-        return predictor(machine, model).best(AMONG, context, batch, acceptance)
-
-    assert best("H200", "qwen3-30b-a3b", 4096, 8, Acceptance(0.7)).setting.route == PLAIN
-    assert best("A100-80GB", "llama-3.1-8b", 122_000, 1, Acceptance(0.6)).setting.route == PLAIN
-    hopeless = best("H200", "llama-3.1-8b", 8192, 1, Acceptance(0.5, 0.0, 0.0))
-    assert hopeless.setting == STOCK and hopeless.speedup == 1.0
-    long = best("H200", "llama-2-7b-128k", 122_000, 1, Acceptance(0.95))
-    assert long.setting.route == LEVELS and long.speedup > 2.8
-    alone = Predictor(MACHINES["H200"], MODELS["llama-3.1-8b"])
-    assert alone.best(AMONG, 8192, 1, Acceptance(0.9)).setting.source != DRAFT
 
 
 # What is read.

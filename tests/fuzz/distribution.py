@@ -1,31 +1,30 @@
 """Do sampled tokens follow the target's distribution? Pooled over all streams.
 
 Given what came before it, each token has a distribution p that transformers' model and the
-request's parameters say. Three statistics, each with a mean that is known whatever p does from
-token to token: the place of a token in its cumulative distribution (uniform), its surprise
--log p (its mean is p's entropy), and how often each token came. The first two are also taken by
-place within a step: whether a step has a j-th token is known before that token is drawn, so
-each place is a fair pool of its own, while "the last of a step" would not be one.
+request's parameters say. The tests of ``calibration`` are made of all tokens, and of those of each
+place within a step: whether a step has a j-th token is known before that token is drawn, so each
+place is a fair pool of its own, while "the last of a step" would not be one.
 """
 
 import math
-from dataclasses import dataclass, field
 
 import torch
 
 from tests.asked import only, sampled_from, shaped, target_logits
-from tests.calibration import chi_square_tail
+from tests.calibration import p_values
 from tests.fuzz.drive import Answer
 from tests.fuzz.models import target_of, token_of_character, tokens_of
-from tests.fuzz.streams import END, OF_CHARACTERS
+from tests.fuzz.streams import END
 
 # How far rounding may move a probability that a parameter cuts at.
 EDGE = 1e-3
-NUM_BINS = 20
 LEAST_TOKENS = 200
+# Of tokens, by which they are named.
+NUM_RANKS = 32
 # Of prompts that transformers' model reads again.
 LONGEST_PROMPT = {"pair": 3000, "small": 3000, "mimo": 3000, "smollm2": 600}
-PLACES = ("first", "second", "later")
+TESTS = ("frequency", "spread", "surprise")
+"""Of ``calibration.p_values()``, in its order."""
 
 
 def asked_for(
@@ -64,16 +63,11 @@ def _is_near_a_cut(params: dict) -> bool:
     return any(name in params for name in ("top_p", "min_p"))
 
 
-@dataclass
 class Pool:
-    """Statistics of tokens drawn so far."""
+    """Tokens drawn so far, named by their rank, and the distributions that were asked for."""
 
-    bins: torch.Tensor = field(default_factory=lambda: torch.zeros(3, NUM_BINS))
-    surprise: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
-    variance: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
-    surplus: torch.Tensor | float = 0.0
-    covariance: torch.Tensor | float = 0.0
-    num_tokens: int = 0
+    def __init__(self) -> None:
+        self._drawn: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def add(self, probs: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> None:
         """
@@ -84,53 +78,36 @@ class Pool:
         own = probs.gather(1, tokens[:, None])[:, 0]
         # Others cannot tell anything, or rounding may have let them in.
         told = (probs.amax(1) < 1 - 1e-6) & (own > 0)
-        probs, tokens, places, own = probs[told], tokens[told], places[told], own[told]
-        self.num_tokens += len(tokens)
-        groups = places.clamp(max=2)
-        ordered, order = probs.sort(1, descending=True)
-        rank = (order == tokens[:, None]).int().argmax(1)
-        below = ordered.cumsum(1).gather(1, rank[:, None])[:, 0] - own
-        # Noise of the test's own: tokens depend on the global generator, which this leaves alone.
-        noise = torch.rand(len(own), dtype=own.dtype, generator=_GENERATOR)
-        spots = ((below + noise * own).clamp(0, 1 - 1e-12) * NUM_BINS).long()
-        self.bins.index_put_((groups, spots), torch.ones(len(spots)), accumulate=True)
-        logs = torch.where(probs > 0, probs, 1.0).log()
-        entropy = -(probs * logs).sum(1)
-        self.surprise.index_add_(0, groups, -own.log() - entropy)
-        self.variance.index_add_(0, groups, (probs * logs**2).sum(1) - entropy**2)
+        probs, order = probs[told].sort(1, descending=True)
+        ranks = (order == tokens[told, None]).int().argmax(1)
+        # All further ranks are one.
+        probs = torch.cat((probs[:, :NUM_RANKS], probs[:, NUM_RANKS:].sum(1, keepdim=True)), 1)
+        self._drawn.append((probs, ranks.clamp(max=NUM_RANKS), places[told]))
 
-    def add_frequencies(self, probs: torch.Tensor, tokens: torch.Tensor) -> None:
-        """How often each token came; for small vocabularies."""
-        counts = torch.bincount(tokens, minlength=probs.shape[1])
-        self.surplus = self.surplus + counts - probs.sum(0)
-        self.covariance = self.covariance + torch.diag(probs.sum(0)) - probs.T @ probs
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(ranks) for _, ranks, _ in self._drawn)
 
     def p_values(self) -> dict[str, float]:
+        if self.num_tokens < LEAST_TOKENS:
+            return {}
+        probs, ranks, places = map(torch.cat, zip(*self._drawn))
         found = {}
-        for i, place in enumerate(PLACES):
-            if (count := float(self.bins[i].sum())) >= LEAST_TOKENS:
-                expected = count / NUM_BINS
-                statistic = float(((self.bins[i] - expected) ** 2 / expected).sum())
-                found[f"spread, {place} of a step"] = chi_square_tail(statistic, NUM_BINS - 1)
-                z = float(self.surprise[i]) / math.sqrt(float(self.variance[i]))
-                found[f"surprise, {place} of a step"] = math.erfc(abs(z) / math.sqrt(2))
-        if self.num_tokens >= LEAST_TOKENS:
-            z = float(self.surprise.sum()) / math.sqrt(float(self.variance.sum()))
-            found["surprise"] = math.erfc(abs(z) / math.sqrt(2))
-        if isinstance(self.covariance, torch.Tensor) and self.num_tokens >= LEAST_TOKENS:
-            surplus, covariance = self.surplus, self.covariance
-            rank = int(torch.linalg.matrix_rank(covariance, hermitian=True, rtol=1e-6))
-            inverse = torch.linalg.pinv(covariance, hermitian=True, rtol=1e-6)
-            found["frequency"] = chi_square_tail(float(surplus @ inverse @ surplus), rank)
+        for name, chosen in {
+            "": places >= 0,
+            ", first of a step": places == 0,
+            ", second of a step": places == 1,
+            ", later in a step": places > 1,
+        }.items():
+            if int(chosen.sum()) >= LEAST_TOKENS:
+                values = p_values(probs[chosen], ranks[chosen])
+                found |= {f"{test}{name}": value for test, value in zip(TESTS, values)}
         return found
 
     def p_value(self) -> float:
         """The least of all, times their number."""
         values = self.p_values().values()
         return min(1.0, min(values, default=1.0) * max(1, len(values)))
-
-
-_GENERATOR = torch.Generator().manual_seed(0)
 
 
 class Distribution:
@@ -184,8 +161,6 @@ class Distribution:
             for place in excluded.nonzero()[:1, 0].tolist():
                 found.append(f"excluded: request {number}: token {new[place]} at {place}")
         pool.add(probs, tokens, torch.tensor(choice.places))
-        if model in OF_CHARACTERS:
-            pool.add_frequencies(probs, tokens)
         # A grammar's mask is in stock vLLM's log-probabilities too; penalties and biases are not,
         # but where they are asked for. Processed logits are not compared: a shift changes nothing.
         if choice.logprobs and "structured" not in params and not found:
