@@ -21,7 +21,7 @@ from vllm_triforce_bench.bench import (
     report,
 )
 from vllm_triforce_bench.bench import settings as settings_module
-from vllm_triforce_bench.bench.engines import Streamed, _check_budget
+from vllm_triforce_bench.bench.engines import Decoded, _check_budget
 from vllm_triforce_bench.bench.settings import EACH, Settings
 from vllm_triforce_bench.options import BadInput
 
@@ -146,22 +146,19 @@ def test_a_datasets_prompts_are_taken_one_by_one(pair, tmp_path):
     assert source.num_left_out == 1 and source.longest_of(EACH) == max(wanted, key=len)
     with pytest.raises(BadInput, match=r"gave 4 prompts that fit a/model \(1 are too long"):
         prompts.source(replace(settings, repetitions=3), tokenizer, max_context=500)
-    settings = replace(settings, engine_keys={"max_model_len": 500})
-    assert prompts.source(settings, tokenizer, max_context=2048).num_left_out == 1
 
 
 def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatch):
-    from vllm.transformers_utils import config
+    from vllm.engine.arg_utils import EngineArgs
 
     from vllm_triforce_bench.bench import model_facts
 
-    original, read = config.get_config, {}
+    read = {}
 
-    def get_config(model, trust_remote_code, revision=None, code_revision=None):
-        read[model] = (revision, code_revision)
-        return original(model, trust_remote_code)
+    def create_model_config(args):
+        read[args.model] = (args.revision, args.code_revision)
 
-    monkeypatch.setattr(config, "get_config", get_config)
+    monkeypatch.setattr(EngineArgs, "create_model_config", create_model_config)
     pins = {"revision": "t", "code_revision": "tc"}
     for method in ("triforce", "draft_model"):
         keys = {"ngram": {"revision": "no"}, method: {"revision": "d"}}
@@ -174,14 +171,21 @@ def test_models_are_read_at_the_revisions_that_will_be_measured(pair, monkeypatc
 # Figures.
 
 
+LATENCIES = ("time_to_first_tokens_iter", "inter_token_latencies_iter")
+
+
 def test_decode_speed_and_latencies_of_a_batch():
-    arrivals = [[(1.0, 1), (1.5, 3), (2.5, 2)], [(1.0, 1), (3.0, 5)]]
-    found = Streamed([[]], arrivals)
+    times = [((0.9, 1.0), ()), ((), ()), ((), (0.5,)), ((), (1.0,)), ((), (2.0,))]
+    steps = [
+        (end, None, Thing(num_generation_tokens=count, **dict(zip(LATENCIES, its))))
+        for end, count, its in zip((1.0, 1.2, 1.5, 2.5, 3.0), (2, 0, 3, 2, 5), times)
+    ]
+    found = Decoded([], steps, 3.0)
     assert found.decode_tokens_per_second == pytest.approx((3 + 2 + 5) / 2.0)
-    assert found.time_to_first_token_s == [1.0, 1.0]
+    assert found.time_to_first_token_s == [0.9, 1.0]
     assert found.inter_token_latency_s == [0.5, 1.0, 2.0]
     with pytest.raises(ValueError, match="more --tokens"):
-        assert Streamed([[]], [[(1.0, 7)]]).decode_tokens_per_second
+        assert Decoded([], steps[:2], 1.2).decode_tokens_per_second
 
 
 def test_rows_against_figures_computed_by_hand():
@@ -356,7 +360,8 @@ def test_the_defaults_are_what_is_served(pair):
     asked_for = read(f"--target {pair['target']} --dataset-name random")
     assert asked_for.budgets == [TriForceConfig().retrieval_budget]
     served = str(EngineArgs(model=pair["target"]).create_model_config().dtype)
-    found = model_facts.served_dtypes(pair["target"], [*asked_for.dtypes, "float32"], {})
+    target, _ = model_facts.read_all(asked_for)
+    found = model_facts.served_dtypes(target, [*asked_for.dtypes, "float32"])
     assert found == [served.removeprefix("torch."), "float32"]
     with pytest.raises(BadInput, match="--engine with --target"):
-        model_facts.served_dtypes(pair["target"], asked_for.dtypes, {"block_sise": 32})
+        model_facts.read_all(replace(asked_for, engine_keys={"block_sise": 32}))

@@ -18,7 +18,6 @@ from tests.models import PROMPTS, ROOT
 from vllm_triforce_bench.bench import measurement, methods, serve, serve_report, server
 from vllm_triforce_bench.bench.grid import PairedSet, groups, whole_sets
 from vllm_triforce_bench.bench.methods import CONTROL_VARIANT, Variant
-from vllm_triforce_bench.bench.model_facts import ModelFacts
 from vllm_triforce_bench.bench.prompts import Stretches
 from vllm_triforce_bench.console import Progress
 
@@ -63,11 +62,12 @@ def test_servers_start_in_both_orders_and_turns_alternate(monkeypatch, tmp_path)
     monkeypatch.setattr(serve, "running", running)
     monkeypatch.setattr(serve, "load", load)
     monkeypatch.setattr(serve, "_REST_S", 0)
-    settings, kept = traffic(contexts=[8]), measurement.Store(tmp_path, {})
+    settings = traffic(contexts=[8], kv_cache_gib=1)
+    kept = measurement.Store(tmp_path, {})
     source = Stretches(list(range(100)), settings.num_prompts, 8, None)
     parts = (settings, groups([STOCK, OURS, CONTROL_VARIANT], 2), kept, source)
     with Progress(Console(file=io.StringIO())) as progress:
-        loop = serve.Measurement(*parts, ModelFacts(None, 1, 1), None, progress)
+        loop = serve.Measurement(*parts, None, None, progress)
         loop.run(serve.sets(settings, 2), 0)
     halves = "stock triforce stock control", "control stock triforce stock"
     assert started == " ".join(halves).split()

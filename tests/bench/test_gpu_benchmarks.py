@@ -27,7 +27,7 @@ def test_the_benchmarks_of_the_plan_are_what_bench_takes(tmp_path):
                 continue
             asked = settings.read(parser.parse_args(words[1:]))
             target, _ = model_facts.read_all(asked)
-            asked.check_context(target.max_context)
+            asked.check_context(target.max_model_len)
             is_synthetic = asked.synthetic_acceptances is not None
             assert is_synthetic == (name != "first-token")
             variants = methods.variants(

@@ -6,17 +6,18 @@ from dataclasses import asdict, dataclass
 
 import psutil
 import torch
+from vllm.config import ModelConfig
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.vllm_patches.cpu_build import fix_expand_kernel
 from vllm_triforce_bench.bench import engines
-from vllm_triforce_bench.bench.engines import Engine, Streamed, stream
+from vllm_triforce_bench.bench.engines import Decoded, Engine
 from vllm_triforce_bench.bench.grid import PairedSet, rotated
 from vllm_triforce_bench.bench.measurement import BaseMeasurement
 from vllm_triforce_bench.bench.methods import Variant
-from vllm_triforce_bench.bench.model_facts import ModelFacts, kv_cache_bytes
+from vllm_triforce_bench.bench.model_facts import kv_cache_bytes, weight_bytes
 from vllm_triforce_bench.bench.settings import Settings
 
 # Memory of an engine beside weights and KV cache: buffers and compiled code (0.3 to 0.5 GiB for the
@@ -34,12 +35,12 @@ TIE = {"float32": 2e-4, "bfloat16": 0.15, "float16": 0.02}
 IDENTICAL, A_TIE, DIFFERENT = "identical", "tie", "different"
 
 
-def fit_at_once(settings: Settings, target: ModelFacts, draft: ModelFacts | None) -> int:
+def fit_at_once(settings: Settings, target: ModelConfig, draft: ModelConfig | None) -> int:
     """Number of engines that fit into the free memory, at least 2."""
     if settings.engines_at_once is not None:
         return settings.engines_at_once
     models = [target] if draft is None else [target, draft]
-    weights = 2 * sum(model.weights_bytes for model in models)
+    weights = 2 * sum(map(weight_bytes, models))
     kv_cache = max(kv_cache_bytes(settings, dtype, *models) for dtype in settings.dtypes)
     free = psutil.virtual_memory().available
     if not current_platform.is_cpu():
@@ -102,7 +103,7 @@ class Measurement(BaseMeasurement):
             for temperature in sorted({0.0, max(self.settings.temperatures)}):
                 self._warm_up(engine, longest, temperature)
 
-    def _read_cold(self, texts: list[list[int]], turn: int) -> dict[Variant, Streamed]:
+    def _read_cold(self, texts: list[list[int]], turn: int) -> dict[Variant, Decoded]:
         """Let every engine read the prompts without its prefix cache."""
         num_tokens = sum(map(len, texts))
         cold = {}
@@ -113,12 +114,12 @@ class Measurement(BaseMeasurement):
             cold[engine.variant] = self._warm_up(engine, texts, 0.0)
         return cold
 
-    def _warm_up(self, engine: Engine, texts: list[list[int]], temperature: float) -> Streamed:
+    def _warm_up(self, engine: Engine, texts: list[list[int]], temperature: float) -> Decoded:
         settings = self.settings
-        return stream(engine.llm, texts, WARM_UP_TOKENS, temperature, settings.top_p, settings.seed)
+        return engine.decode(texts, WARM_UP_TOKENS, temperature, settings.top_p, settings.seed)
 
     def _measure(
-        self, paired: PairedSet, texts: list[list[int]], cold: dict[Variant, Streamed]
+        self, paired: PairedSet, texts: list[list[int]], cold: dict[Variant, Decoded]
     ) -> list[dict]:
         """Return a record for each engine, in the order of the group."""
         order = rotated(self._engines, paired.repetition)
@@ -131,9 +132,9 @@ class Measurement(BaseMeasurement):
         tokens: dict[Variant, list[list[int]]] = {}
         for place, engine in enumerate(order):
             record = self._begin(engine.variant, paired, place, len(order))
-            figures, streamed = self._measure_one(engine, paired, texts, cold[engine.variant])
+            figures, decoded = self._measure_one(engine, paired, texts, cold[engine.variant])
             records[engine.variant] = record | figures
-            tokens[engine.variant] = streamed.token_ids
+            tokens[engine.variant] = decoded.token_ids
         if not paired.temperature and self.settings.synthetic_acceptances is None:
             stock, *others = self._engines
             for variant in (engine.variant for engine in others):
@@ -143,37 +144,36 @@ class Measurement(BaseMeasurement):
         return [records[engine.variant] for engine in self._engines]
 
     def _measure_one(
-        self, engine: Engine, paired: PairedSet, texts: list[list[int]], cold: Streamed
-    ) -> tuple[dict, Streamed]:
+        self, engine: Engine, paired: PairedSet, texts: list[list[int]], cold: Decoded
+    ) -> tuple[dict, Decoded]:
         # Without a GPU, both figures of its memory are 0.
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         allocated = torch.cuda.memory_allocated()
-        engine.recorder.stats.clear()
-        streamed, levels = self._decode(engine, paired, texts)
+        decoded, levels = self._decode(engine, paired, texts)
         record = {
-            "decode_tokens_per_second": streamed.decode_tokens_per_second,
+            "decode_tokens_per_second": decoded.decode_tokens_per_second,
             "time_to_first_token_s": [round(s, 6) for s in cold.time_to_first_token_s],
-            "inter_token_latency_s": [round(s, 6) for s in streamed.inter_token_latency_s],
+            "inter_token_latency_s": [round(s, 6) for s in decoded.inter_token_latency_s],
             "num_prompt_tokens": sum(map(len, texts)),
-            "num_tokens": sum(map(len, streamed.token_ids)),
-            "num_steps": streamed.num_steps,
-            "seconds": streamed.seconds,
-            "speculation": engine.recorder.sums(),
+            "num_tokens": sum(map(len, decoded.token_ids)),
+            "num_steps": len(decoded.steps),
+            "seconds": decoded.seconds,
+            "speculation": decoded.speculation,
             "levels": None if levels is None else asdict(levels),
             "greedy": None,
             "memory_bytes": engine.memory_bytes + torch.cuda.max_memory_allocated() - allocated,
         }
         if self.settings.pass_times and levels is not None:
-            record["parts"] = self._measure_parts(engine, paired, texts, streamed, levels)
-        return record, streamed
+            record["parts"] = self._measure_parts(engine, paired, texts, decoded, levels)
+        return record, decoded
 
     def _measure_parts(
         self,
         engine: Engine,
         paired: PairedSet,
         texts: list[list[int]],
-        streamed: Streamed,
+        decoded: Decoded,
         levels: LevelCounters,
     ) -> dict:
         """Return a decode's times by part of a proposal; on a GPU those of one more decode."""
@@ -182,36 +182,31 @@ class Measurement(BaseMeasurement):
             rpc, name = engine.llm.collective_rpc, "triforce_synchronize_times"
             rpc(name, args=(True,))
             try:
-                streamed, waited = self._decode(engine, paired, texts)
+                decoded, waited = self._decode(engine, paired, texts)
             finally:
                 rpc(name, args=(False,))
             assert waited is not None
             levels = waited
         return {
-            "num_steps": streamed.num_steps,
-            "seconds": streamed.seconds,
+            "num_steps": len(decoded.steps),
+            "seconds": decoded.seconds,
             "num_level2_passes": levels.num_level2_passes,
             "time_seconds": levels.time_seconds,
         }
 
     def _decode(
         self, engine: Engine, paired: PairedSet, texts: list[list[int]]
-    ) -> tuple[Streamed, LevelCounters | None]:
+    ) -> tuple[Decoded, LevelCounters | None]:
         """Decode a set's prompts; return the decode, and the increments of TriForce's counters.
 
         Raises:
             RuntimeError: prompts were read again, which is not decoding.
         """
         settings, before = self.settings, engine.levels()
-        streamed = stream(
-            engine.llm,
-            texts,
-            settings.tokens,
-            paired.temperature,
-            settings.top_p,
-            settings.seed + paired.repetition,
-        )
-        for num_cached, prompt in zip(streamed.num_cached_tokens, texts):
+        seed = settings.seed + paired.repetition
+        decoded = engine.decode(texts, settings.tokens, paired.temperature, settings.top_p, seed)
+        for output, prompt in zip(decoded.outputs, texts):
+            num_cached = output.num_cached_tokens or 0
             # vLLM computes the last token again, and with it a block of up to 128 tokens.
             if num_cached < len(prompt) - 256:
                 raise RuntimeError(
@@ -219,7 +214,7 @@ class Measurement(BaseMeasurement):
                     "cache; give more --kv-cache-gib, or leave prefix caching on"
                 )
         levels = engine.levels()
-        return streamed, None if levels is None or before is None else levels.since(before)
+        return decoded, None if levels is None or before is None else levels.since(before)
 
 
 @dataclass

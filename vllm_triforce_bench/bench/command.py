@@ -71,13 +71,13 @@ def _compare(
 
     console = stdout_console()
     target, draft = model_facts.read_all(settings)
-    settings.check_context(target.max_context)
-    dtypes = model_facts.served_dtypes(settings.target, settings.dtypes, settings.engine_keys)
+    settings.check_context(target.max_model_len)
+    dtypes = model_facts.served_dtypes(target, settings.dtypes)
     settings = replace(settings, dtypes=dtypes)
     methods.check_copies(variants, dtypes)
     with console.status("reading the prompts"):
         tokenizer = prompts.load_tokenizer(settings.target, settings.engine_keys)
-        source = prompts.source(settings, tokenizer, target.max_context)
+        source = prompts.source(settings, tokenizer, target.max_model_len)
     if settings.has_own_prompts:
         settings = replace(settings, longest_prompt=len(source.longest_of(EACH)))
     if source.num_left_out:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.config import ModelConfig
+
 from vllm_triforce_bench.bench.grid import PairedSet, batch_text
 from vllm_triforce_bench.bench.methods import Variant
-from vllm_triforce_bench.bench.model_facts import ModelFacts
 from vllm_triforce_bench.bench.prompts import OwnPrompts, Stretches
 from vllm_triforce_bench.bench.settings import Settings
 from vllm_triforce_bench.console import Progress
@@ -107,8 +108,8 @@ class BaseMeasurement(ABC):
     groups: list[list[Variant]]
     store: Store
     prompts: Stretches | OwnPrompts
-    target: ModelFacts
-    draft: ModelFacts | None
+    target: ModelConfig
+    draft: ModelConfig | None
     progress: Progress
 
     def run(self, sets: Sequence[PairedSet], num_done: int) -> None:

@@ -1,7 +1,6 @@
 """Texts that prompts are cut from: files, folders, and the datasets of ``vllm bench``."""
 
 import argparse
-import math
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -98,7 +97,7 @@ class OwnPrompts:
         return max(self.prompts, key=len)
 
 
-def source(settings: Settings, tokenizer, max_context: int | None) -> Stretches | OwnPrompts:
+def source(settings: Settings, tokenizer, max_context: int) -> Stretches | OwnPrompts:
     """Read the prompts.
 
     Args:
@@ -137,13 +136,11 @@ def _stretches(settings: Settings, tokenizer) -> Stretches:
     return Stretches(tokens, num_prompts, longest, tokenizer.bos_token_id)
 
 
-def _own_prompts(settings: Settings, tokenizer, max_context: int | None) -> OwnPrompts:
+def _own_prompts(settings: Settings, tokenizer, max_context: int) -> OwnPrompts:
     """Read a dataset's text prompts as ``vllm bench serve`` sends them, as many as needed."""
     texts = _dataset_of(settings, ["--no-oversample"], tokenizer)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
-    limits = [max_context, settings.engine_keys.get("max_model_len")]
-    longest = min((each for each in limits if each), default=None)
-    room = math.inf if longest is None else longest - settings.max_model_len
+    room = max_context - settings.max_model_len
     fitting = [prompt for prompt in prompts if MIN_PROMPT <= len(prompt) <= room]
     num_left_out = len(prompts) - len(fitting)
     if len(fitting) < settings.num_prompts:

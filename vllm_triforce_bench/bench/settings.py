@@ -260,9 +260,9 @@ class Settings:
         )
         return len(self.contexts) * len(self.temperatures) * sum(num_reqs)
 
-    def check_context(self, max_context: int | None) -> None:
+    def check_context(self, max_context: int) -> None:
         """Raise BadInput if a prompt and its output are longer than the model."""
-        if max_context is None or self.max_model_len <= max_context:
+        if self.max_model_len <= max_context:
             return
         if self.has_own_prompts:
             raise BadInput(
