@@ -162,29 +162,3 @@ def test_what_is_measured_is_not_measured_again_and_a_difference_fails(measured,
     assert "differs from stock" in (folder / "report.html").read_text()
     with pytest.raises(SystemExit):
         cli.main([*given, "--tokens", "17"])
-
-
-@pytest.mark.engine
-@pytest.mark.thorough
-def test_a_datasets_prompts_one_by_one(pair, tmp_path):
-    """Each repetition has another prompt of the dataset, as long as it is."""
-    path = tmp_path / "texts.jsonl"
-    text = (PROMPTS / "held_out.txt").read_text()
-    texts = [text[:900], text[2000:2400]]
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    given = ["bench", "--target", pair["target"], "--draft", pair["draft"], "--tokens", "16"]
-    given += ["--contexts", "each", "--dataset-name", "custom", "--dataset-path", str(path)]
-    given += ["--dataset-args=--skip-chat-template", "--repetitions", "2"]
-    given += ["--methods", "triforce:all", "--budgets", "128", "--dtypes", "float32"]
-    given += ["--engine", '{"enforce_eager": true, "block_size": 32}']
-    shown = run_command([*given, "--output", str(tmp_path / "out")])
-    assert "1 x each prompt, T=0, float32" in shown
-    records = [
-        json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()
-    ]
-    lengths = {record["num_prompt_tokens"] for record in records}
-    assert len(lengths) == 2 and {record["method"] for record in records} == {
-        "stock",
-        "triforce:all",
-    }
-    assert "each prompt" in (tmp_path / "out" / "report.html").read_text()

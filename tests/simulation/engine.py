@@ -154,16 +154,6 @@ class Served:
         return (self.last - self.first) / max(1, self.num_tokens - 1)
 
 
-@dataclass
-class Seen:
-    """A step whose output has come."""
-
-    seconds: float
-    """Since the output before; without the time in which nobody was there."""
-    num_tokens: int
-    step: Step
-
-
 class Engine:
     """The engine core, one step of its loop at a time."""
 
@@ -192,7 +182,8 @@ class Engine:
         self._queue: deque[tuple[object, Step, float]] = deque()
         self._free_at = self._last_output = 0.0
         self._aborts: list[tuple[float, str]] = []
-        self.seen: list[Seen] = []
+        self.seen: list[Step] = []
+        """Steps whose output has come."""
         self.served: dict[str, Served] = {}
         self.first: dict[str, float] = {}
         self._asked: dict[str, Arrival] = {}
@@ -296,7 +287,8 @@ class Engine:
                 given += len(output.new_token_ids)
                 self._note(output)
         if step.total_num_scheduled_tokens:
-            self.seen.append(Seen(self.now - self._last_output, given, done))
+            done.seconds, done.num_tokens = self.now - self._last_output, given
+            self.seen.append(done)
             self._last_output = self.now
         if not self._is_asynchronous and step.total_num_scheduled_tokens:
             drafts = self.worker.take_draft_token_ids()

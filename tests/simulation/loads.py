@@ -69,16 +69,16 @@ class Closed:
 
     @staticmethod
     def _num_decoding(engine: Engine) -> int:
-        return sum(not seen.step.num_reading for seen in engine.seen)
+        return sum(not seen.num_reading for seen in engine.seen)
 
 
 def speedup(engine: Engine, skip: int = 0, to: int | None = None) -> float:
     """Tokens per second over those of plain decoding, in the steps behind the first ``skip`` in
     which nobody reads a prompt."""
-    seen = [its for its in engine.seen if not its.step.num_reading][skip:to]
+    seen = [its for its in engine.seen if not its.num_reading][skip:to]
     tokens, seconds = sum(its.num_tokens for its in seen), sum(its.seconds for its in seen)
-    plain = sum(its.step.plain for its in seen)
-    return tokens / seconds / (sum(its.step.num_decoding for its in seen) / plain)
+    plain = sum(its.plain for its in seen)
+    return tokens / seconds / (sum(its.num_decoding for its in seen) / plain)
 
 
 def poisson(

@@ -54,7 +54,7 @@ def test_requests_that_come_and_go(is_asynchronous, keys, num_blocks, seed):
         arrivals += [Arrival(0.0, 40, 150) for _ in range(6)]
     settings = {"num_blocks": num_blocks, "max_num_seqs": 12 if is_short else 6}
     engine = serve(arrivals, seed=seed, is_asynchronous=is_asynchronous, **settings, **keys)
-    assert sum(its.step.num_drafts for its in engine.seen) > 0
+    assert sum(its.num_drafts for its in engine.seen) > 0
     num_aborted = sum(its.aborted_after is not None for its in arrivals)
     assert len(engine.served) >= len(arrivals) - num_aborted
     assert (engine.num_preempted > 0) == is_short
@@ -85,9 +85,3 @@ def test_to_the_last_token_that_the_model_can_read(prompt):
     engine = serve([Arrival(0.0, prompt, 100), Arrival(0.0, prompt, 100)], **ALWAYS)
     counts = [engine.served[name].num_tokens for name in ("r0", "r1")]
     assert counts == [min(100, 1024 - prompt)] * 2
-
-
-def test_the_worker_is_told_of_nothing_beyond_max_model_len():
-    engine = serve([Arrival(0.0, 500, 1000)], max_model_len=600, **ALWAYS)
-    assert engine.served["r0"].num_tokens == 100
-    assert engine.worker.num_beyond <= 6, "what is in flight is not known"

@@ -61,8 +61,8 @@ def test_the_break_even_is_the_time_of_steps_over_plain_ones(monkeypatch, size, 
         sum(added.get(f"{kind}_step_seconds", 0) for added in sent)
         for kind in ("speculative", "plain")
     ]
-    seen = [its for its in engine.seen if its.step.num_drafts and not its.step.num_reading]
-    truth = sum(its.seconds for its in seen) / sum(its.step.plain for its in seen)
+    seen = [its for its in engine.seen if its.num_drafts and not its.num_reading]
+    truth = sum(its.seconds for its in seen) / sum(its.plain for its in seen)
     assert sums[0] / sums[1] == pytest.approx(truth, rel=0.05) and truth > 1.3
 
 
@@ -70,7 +70,7 @@ def test_a_text_that_becomes_hopeless_is_noticed():
     load = Closed(4, 100_000, tokens=20_000)
     engine = load.engine(MACHINES["mha"], TEXTS["0.95, 0.7"])
     load.serve(engine, 250)
-    begin = sum(not its.step.num_reading for its in engine.seen)
+    begin = sum(not its.num_reading for its in engine.seen)
     engine.worker.world.text = HOPELESS
     load.serve(engine, 150)
     assert speedup(engine, begin - 100, begin) > 3

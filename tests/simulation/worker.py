@@ -48,6 +48,9 @@ class Step:
     plain: float = 0.0
     """That its full pass would have taken with a token a request."""
     num_drafts: int = 0
+    seconds: float = 0.0
+    """Since the output before; without the time in which nobody was there."""
+    num_tokens: int = 0
 
 
 class Worker:
@@ -78,8 +81,6 @@ class Worker:
         self._states: dict[str, _State] = {}
         self._slots: set[str] = set()
         self._took: list[str] = []
-        self.num_beyond = 0
-        """Placeholders that were verified though their request was sure to have ended."""
         self.stops: dict[str, int] = {}
         """Position of the stop token, of requests that emit one."""
 
@@ -121,7 +122,6 @@ class Worker:
             else:
                 num_prompt += own
             accepted = self._verify(name, state, min(drafts, state.proposed))
-            self.num_beyond += max(0, state.computed + own + drafts - state.limit)
             state.computed += own + accepted
             start = state.computed - accepted  # where the first new token stands
             stop = self.stops.get(name)
