@@ -3,30 +3,23 @@
 import json
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from vllm.utils.network_utils import get_open_port
+
+from vllm_triforce_bench.bench import server as of_bench
+from vllm_triforce_bench.bench.methods import CONTROL_VARIANT
 
 MODEL = "target"
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
-@dataclass
-class Server:
-    process: subprocess.Popen
-    address: str
-    log: Path
-
+class Server(of_bench.Server):
     def metrics(self) -> dict[str, float]:
         """Return samples by name, added up over labels, and by ``name{labels}``."""
         with urllib.request.urlopen(f"{self.address}/metrics", timeout=30) as response:
@@ -71,7 +64,7 @@ def change(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 @contextmanager
 def serve(model: str, log: Path, *arguments: str, **env: str) -> Iterator[Server]:
     """Run a server until the block ends."""
-    port = _free_port()
+    port = get_open_port()
     template = log.with_suffix(".jinja")
     template.write_text(_CHAT_TEMPLATE)
     command = [
@@ -95,40 +88,10 @@ def serve(model: str, log: Path, *arguments: str, **env: str) -> Iterator[Server
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         **env,
     }
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    server = Server(process, f"http://127.0.0.1:{port}", log)
+    process = of_bench.start(command, env, log)
+    server = Server(CONTROL_VARIANT, process, port, log)
     try:
-        _wait_until_healthy(server)
+        of_bench.wait_until_healthy(server)
         yield server
     finally:
-        _stop(process)
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def _wait_until_healthy(server: Server, seconds: int = 900) -> None:
-    for _ in range(seconds):
-        assert server.process.poll() is None, server.text()[-4000:]
-        try:
-            with urllib.request.urlopen(f"{server.address}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-    raise AssertionError(server.text()[-4000:])
-
-
-def _stop(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(30)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        of_bench.stop(process)

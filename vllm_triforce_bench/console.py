@@ -18,11 +18,9 @@ def stdout_console() -> Console:
     Rich would take 80 columns for a file or pipe and wrap the cells of tables; here it has
     ``COLUMNS``, or ``FILE_WIDTH``.
     """
+    is_narrow = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     # Named, because a load generator redirects sys.stdout later.
-    console = Console(file=sys.stdout)
-    if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
-        return console
-    return Console(file=sys.stdout, width=FILE_WIDTH)
+    return Console(file=sys.stdout, width=None if is_narrow else FILE_WIDTH)
 
 
 class Progress(bar.Progress):

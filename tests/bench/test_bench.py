@@ -108,11 +108,11 @@ FOUR_PROMPTS = asked(batch_sizes=[1, 2], repetitions=2, contexts=[10])
 
 def test_each_request_and_repetition_has_another_stretch():
     tokens = list(range(100))
-    cut = prompts.Stretches(tokens, num_prompts=4, longest=10, bos_token_id=0)
+    cut = prompts.stretches(tokens, num_prompts=4, longest=10, bos_token_id=0)
     found = cut.take(10, 0, 2) + cut.take(10, 2, 2)
     assert [prompt[1] for prompt in found] == [1, 31, 61, 91]  # evenly spread, to the end
     assert all(prompt[0] == 0 and len(prompt) == 10 for prompt in found)  # behind the first token
-    cut = prompts.Stretches(tokens, num_prompts=4, longest=10, bos_token_id=None)
+    cut = prompts.stretches(tokens, num_prompts=4, longest=10, bos_token_id=None)
     assert cut.take(10, 2, 1) == [tokens[60:70]] and cut.take(5, 2, 1) == [tokens[60:65]]
 
 
@@ -120,11 +120,12 @@ def test_vllms_random_dataset_without_a_network(pair):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(pair["target"])
-    tokens = prompts.source(FOUR_PROMPTS, tokenizer, None).tokens
-    assert len(tokens) >= 4 * 10 and tokens == prompts.source(FOUR_PROMPTS, tokenizer, None).tokens
+    texts = prompts.source(FOUR_PROMPTS, tokenizer, 2048).texts
+    assert [len(text) for text in texts] == 4 * [10]
+    assert texts == prompts.source(FOUR_PROMPTS, tokenizer, 2048).texts
     misspelt = asked(contexts=[10], dataset_args="--random-imput-len 5")
     with pytest.raises(BadInput, match="--random-imput-len"):
-        prompts.source(misspelt, tokenizer, None)
+        prompts.source(misspelt, tokenizer, 2048)
 
 
 def test_a_datasets_prompts_are_taken_one_by_one(pair, tmp_path):
@@ -253,7 +254,7 @@ class Undecided:
 )
 def test_greedy_outputs_are_stocks_or_stock_is_undecided(found, dtype, margin, outcome):
     verdict = batch.judge(Undecided(margin), [[1, 2]], [[5, 7]], [found], dtype)
-    assert verdict.outcome == outcome
+    assert verdict["outcome"] == outcome
 
 
 # Going on, and what is written.

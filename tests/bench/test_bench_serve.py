@@ -18,7 +18,7 @@ from tests.models import PROMPTS, ROOT
 from vllm_triforce_bench.bench import measurement, methods, serve, serve_report, server
 from vllm_triforce_bench.bench.grid import PairedSet, groups, whole_sets
 from vllm_triforce_bench.bench.methods import CONTROL_VARIANT, Variant
-from vllm_triforce_bench.bench.prompts import Stretches
+from vllm_triforce_bench.bench.prompts import stretches
 from vllm_triforce_bench.console import Progress
 
 STOCK, OURS = methods.variants(["stock", "triforce"], [1024], "T", None, {})
@@ -55,16 +55,17 @@ def test_servers_start_in_both_orders_and_turns_alternate(monkeypatch, tmp_path)
         started.append(variant.method)
         yield Thing(variant=variant, engine_counts=lambda: {"steps": 7})
 
-    def load(server, others, paired, prompts, settings, log):
-        loads.append((server.variant.method, paired.repetition, prompts))
+    def load(self, server, servers, paired):
+        numbers = self._numbers[paired.repetition, *paired[1:4]]
+        loads.append((server.variant.method, paired.repetition, numbers))
         return {}
 
     monkeypatch.setattr(serve, "running", running)
-    monkeypatch.setattr(serve, "load", load)
+    monkeypatch.setattr(serve.Measurement, "_load", load)
     monkeypatch.setattr(serve, "_REST_S", 0)
     settings = traffic(contexts=[8], kv_cache_gib=1)
     kept = measurement.Store(tmp_path, {})
-    source = Stretches(list(range(100)), settings.num_prompts, 8, None)
+    source = stretches(list(range(100)), settings.num_prompts, 8, None)
     parts = (settings, groups([STOCK, OURS, CONTROL_VARIANT], 2), kept, source)
     with Progress(Console(file=io.StringIO())) as progress:
         loop = serve.Measurement(*parts, None, None, progress)
@@ -84,12 +85,6 @@ def test_no_request_meets_its_prompt_in_the_prefix_cache():
     assert numbers[0].start == 0 and numbers[-1].stop == settings.num_prompts
     assert all(one.stop == other.start for one, other in pairwise(numbers))
     assert [len(each) for each in numbers] == 8 * [1] + 16 * [3]
-
-
-def test_requests_by_default_are_a_multiple_of_the_batch():
-    settings = traffic(requests_per_run=None, warmup=None)
-    assert [settings.num_requests(size) for size in (1, 16)] == [16, 64]
-    assert settings.num_warmup(16) == 16
 
 
 # Servers and load.

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -140,7 +141,7 @@ class Measurement(BaseMeasurement):
             for variant in (engine.variant for engine in others):
                 expected, actual = tokens[stock.variant], tokens[variant]
                 verdict = judge(stock.llm, texts, expected, actual, paired.dtype)
-                records[variant]["greedy"] = asdict(verdict)
+                records[variant]["greedy"] = verdict
         return [records[engine.variant] for engine in self._engines]
 
     def _measure_one(
@@ -217,40 +218,30 @@ class Measurement(BaseMeasurement):
         return decoded, None if levels is None or before is None else levels.since(before)
 
 
-@dataclass
-class Verdict:
-    """Verdict on the worst request of a batch.
-
-    Args:
-        place: first token that differs, in the output.
-        margin: distance of stock's two best log-probabilities there.
-    """
-
-    outcome: str
-    request: int | None = None
-    place: int | None = None
-    margin: float | None = None
-
-
 def judge(
     stock, prompts: list[list[int]], stock_ids: list[list[int]], ids: list[list[int]], dtype: str
-) -> Verdict:
+) -> dict[str, Any]:
     """Compare the tokens of a batch with stock vLLM's.
 
     Args:
         stock: engine without speculation; it decodes only if tokens differ.
+
+    Returns:
+        Of the worst request: ``outcome``, its number, ``place`` of the first token that differs,
+        and ``margin`` of stock's two best log-probabilities there.
     """
-    worst = Verdict(IDENTICAL)
+    worst = dict(outcome=IDENTICAL, request=None, place=None, margin=None)
     for i, (prompt, expected, answer) in enumerate(zip(prompts, stock_ids, ids)):
         if answer == expected:
             continue
         place = next(k for k, (a, b) in enumerate(zip(expected, answer)) if a != b)
         (first, high), (second, low) = _best_two(stock, prompt + expected[:place])
         is_tie = {expected[place], answer[place]} == {first, second} and high - low < TIE[dtype]
-        verdict = Verdict(A_TIE if is_tie else DIFFERENT, i, place, high - low)
+        outcome = A_TIE if is_tie else DIFFERENT
+        verdict = dict(outcome=outcome, request=i, place=place, margin=high - low)
         if not is_tie:
             return verdict
-        if worst.outcome == IDENTICAL:
+        if worst["outcome"] == IDENTICAL:
             worst = verdict
     return worst
 

@@ -90,7 +90,6 @@ def _ratio(stock: numpy.ndarray, own: numpy.ndarray, axis: int = -1):
 
 
 def _speculation(repetitions: list[dict]) -> dict:
-    """Sums of vLLM's own statistics over repetitions."""
     stats = [record["speculation"] for record in repetitions]
     drafts = sum(each["num_drafts"] for each in stats)
     accepted = sum(each["num_accepted_tokens"] for each in stats)
@@ -137,7 +136,6 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def make_page(results: dict) -> Page:
-    """Make the page from the content of results.json."""
     rows = results["rows"]
     return report.make_page(
         results,
@@ -155,7 +153,6 @@ def make_page(results: dict) -> Page:
 
 
 def line(row: dict) -> dict[str, Cell]:
-    """Make the cells of a row, by the title of their column."""
     low, high = row["ratio_low"], row["ratio_high"]
     interval = "" if low is None else f"{low:.2f} to {high:.2f}"
     together = Cell(f"{row['ratio_together']:.2f}x", interval)

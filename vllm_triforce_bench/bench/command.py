@@ -65,6 +65,8 @@ def _compare(
     folder: Path,
     argv: list[str],
 ) -> int:
+    from vllm.tokenizers import get_tokenizer
+
     from vllm_triforce_bench.bench import grid, model_facts, prompts
     from vllm_triforce_bench.bench.measurement import Store
     from vllm_triforce_bench.console import Progress, stdout_console
@@ -76,7 +78,11 @@ def _compare(
     settings = replace(settings, dtypes=dtypes)
     methods.check_copies(variants, dtypes)
     with console.status("reading the prompts"):
-        tokenizer = prompts.load_tokenizer(settings.target, settings.engine_keys)
+        tokenizer = get_tokenizer(
+            target.tokenizer,
+            trust_remote_code=target.trust_remote_code,
+            revision=target.tokenizer_revision,
+        )
         source = prompts.source(settings, tokenizer, target.max_model_len)
     if settings.has_own_prompts:
         settings = replace(settings, longest_prompt=len(source.longest_of(EACH)))
@@ -119,25 +125,13 @@ def _compare(
         return code
     results = {"environment": report.environment(argv), "settings": asdict(settings)}
     results |= {"left_out": left_out, "rows": rows}
-    different = _report(console, folder, results, view)
-    return code or different
-
-
-def _report(console, folder: Path, results: dict, view) -> int:
-    """Write and print the results; return ``DIFFERENT`` if outputs are.
-
-    Args:
-        view: module of the rows and the page.
-    """
-    from vllm_triforce_bench.bench import report
-
     shown = view.make_page(results)
     report.write_reports(folder, results, shown)
-    console.print(report.terminal_table(results["rows"], view.line, view.TERMINAL_COLUMNS))
+    console.print(report.terminal_table(rows, view.line, view.TERMINAL_COLUMNS))
     console.print(f"the page: {folder / 'report.html'}", highlight=False)
     for text in shown.alarms:
         console.print(f"[bold red]{text}")
-    return DIFFERENT if shown.alarms else 0
+    return code or (DIFFERENT if shown.alarms else 0)
 
 
 def _measure(console, folder: Path, measurement, todo: list, num_done: int) -> int:

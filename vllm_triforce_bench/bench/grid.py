@@ -102,7 +102,6 @@ def pairs_by_row(records: list[dict]) -> list[tuple[dict, Pairs]]:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Median, minimum and maximum, as columns."""
     return {
         name: float(numpy.median(values)),
         f"{name}_min": min(values),
@@ -111,7 +110,6 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def batch_text(batch_size: int, context: int) -> str:
-    """Name a batch by its size and the tokens of its prompts."""
     return (
         f"{batch_size} x each prompt"
         if context == EACH

@@ -12,7 +12,7 @@ from vllm.config import ModelConfig
 
 from vllm_triforce_bench.bench.grid import PairedSet, batch_text
 from vllm_triforce_bench.bench.methods import Variant
-from vllm_triforce_bench.bench.prompts import OwnPrompts, Stretches
+from vllm_triforce_bench.bench.prompts import Prompts
 from vllm_triforce_bench.bench.settings import Settings
 from vllm_triforce_bench.console import Progress
 from vllm_triforce_bench.options import BadInput
@@ -107,7 +107,7 @@ class BaseMeasurement(ABC):
     settings: Settings
     groups: list[list[Variant]]
     store: Store
-    prompts: Stretches | OwnPrompts
+    prompts: Prompts
     target: ModelConfig
     draft: ModelConfig | None
     progress: Progress

@@ -40,7 +40,6 @@ class Method:
 
 
 def _stock(name: str, keys: Mapping[str, Any], **needs: Any) -> Method:
-    """Make a method of vLLM's own."""
     return Method(f"stock {name}", {"method": name, **keys}, **needs)
 
 
@@ -102,7 +101,6 @@ CONTROL_VARIANT = Variant(CONTROL, None, None, "stock vLLM again")
 
 
 def check_name(name: str) -> str:
-    """Raise BadInput if the name is unknown."""
     if name not in METHODS:
         raise BadInput(f"known are {', '.join(METHODS)}")
     return name

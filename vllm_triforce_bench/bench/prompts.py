@@ -2,27 +2,15 @@
 
 import argparse
 import shlex
-from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vllm_triforce_bench.bench.settings import Settings
 from vllm_triforce_bench.options import BadInput
 
 MIN_PROMPT = 2
 """Tokens."""
-
-
-def load_tokenizer(target: str, engine_keys: Mapping[str, Any]):
-    """Load the target's tokenizer at the revision that its engine will load."""
-    from vllm.tokenizers import get_tokenizer
-
-    return get_tokenizer(
-        target,
-        trust_remote_code=bool(engine_keys.get("trust_remote_code", False)),
-        revision=engine_keys.get("tokenizer_revision") or engine_keys.get("revision"),
-    )
 
 
 def read_text(path: Path) -> str:
@@ -52,52 +40,43 @@ def read_text(path: Path) -> str:
     return text
 
 
-class Stretches:
-    """Prompts of given lengths, which begin evenly spread over one text.
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts as token ids.
+
+    Args:
+        texts: with the longest context, or each as long as it is.
+        num_left_out: prompts of a dataset that do not fit the model, or are too short.
+    """
+
+    texts: list[list[int]]
+    num_left_out: int = 0
+
+    def take(self, context: int, first: int, count: int) -> list[list[int]]:
+        """Return ``count`` prompts of ``context`` tokens, or ``EACH``, from number ``first`` on."""
+        return [text[: context or None] for text in self.texts[first : first + count]]
+
+    def longest_of(self, context: int) -> list[int]:
+        return max(self.texts, key=len)[: context or None]
+
+
+def stretches(
+    tokens: list[int], num_prompts: int, longest: int, bos_token_id: int | None
+) -> Prompts:
+    """Cut prompts that begin evenly spread over one text.
 
     Args:
         tokens: of the text; if they begin with ``bos_token_id``, so does each prompt.
-        num_prompts: prompts of each length.
-        longest: tokens of the longest; shorter ones begin at the same places.
+        longest: tokens of the longest context; shorter ones begin at the same places.
     """
-
-    def __init__(
-        self, tokens: list[int], num_prompts: int, longest: int, bos_token_id: int | None
-    ) -> None:
-        self.tokens, self.num_left_out, self._bos = tokens, 0, bos_token_id
-        self._stride = (len(tokens) - longest) // max(1, num_prompts - 1)
-
-    def take(self, context: int, first: int, count: int) -> list[list[int]]:
-        """Cut ``count`` prompts of ``context`` tokens, from number ``first`` on."""
-        tokens = self.tokens
-        prompts = [tokens[i * self._stride :][:context] for i in range(first, first + count)]
-        if tokens[0] == self._bos:
-            prompts = [[tokens[0], *prompt[1:]] for prompt in prompts]
-        return prompts
-
-    def longest_of(self, context: int) -> list[int]:
-        """Return a prompt of ``context`` tokens, the longest of the grid."""
-        return self.take(context, 0, 1)[0]
+    stride = (len(tokens) - longest) // max(1, num_prompts - 1)
+    texts = [tokens[i * stride :][:longest] for i in range(num_prompts)]
+    if tokens[0] == bos_token_id:
+        texts = [[bos_token_id, *text[1:]] for text in texts]
+    return Prompts(texts)
 
 
-class OwnPrompts:
-    """Prompts of a dataset, each as long as it is; their context is ``EACH``.
-
-    Args:
-        num_left_out: prompts left out because they do not fit the model, or are too short.
-    """
-
-    def __init__(self, prompts: list[list[int]], num_left_out: int) -> None:
-        self.prompts, self.num_left_out = prompts, num_left_out
-
-    def take(self, context: int, first: int, count: int) -> list[list[int]]:
-        return self.prompts[first : first + count]
-
-    def longest_of(self, context: int) -> list[int]:
-        return max(self.prompts, key=len)
-
-
-def source(settings: Settings, tokenizer, max_context: int) -> Stretches | OwnPrompts:
+def source(settings: Settings, tokenizer, max_context: int) -> Prompts:
     """Read the prompts.
 
     Args:
@@ -111,7 +90,7 @@ def source(settings: Settings, tokenizer, max_context: int) -> Stretches | OwnPr
     return _stretches(settings, tokenizer)
 
 
-def _stretches(settings: Settings, tokenizer) -> Stretches:
+def _stretches(settings: Settings, tokenizer) -> Prompts:
     """Read the text that prompts are cut from."""
     longest, num_prompts = max(settings.contexts), settings.num_prompts
     if settings.prompts is not None:
@@ -133,10 +112,10 @@ def _stretches(settings: Settings, tokenizer) -> Stretches:
             f"{source} has {len(tokens)} tokens; {num_prompts} different prompts of {longest} need "
             f"{needed}: use a longer text, or lower --contexts, --batch-sizes or --repetitions"
         )
-    return Stretches(tokens, num_prompts, longest, tokenizer.bos_token_id)
+    return stretches(tokens, num_prompts, longest, tokenizer.bos_token_id)
 
 
-def _own_prompts(settings: Settings, tokenizer, max_context: int) -> OwnPrompts:
+def _own_prompts(settings: Settings, tokenizer, max_context: int) -> Prompts:
     """Read a dataset's text prompts as ``vllm bench serve`` sends them, as many as needed."""
     texts = _dataset_of(settings, ["--no-oversample"], tokenizer)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
@@ -150,7 +129,7 @@ def _own_prompts(settings: Settings, tokenizer, max_context: int) -> OwnPrompts:
             f"{settings.num_prompts} are needed: lower --repetitions, --batch-sizes or --tokens, "
             "or raise vLLM's --num-prompts in --dataset-args"
         )
-    return OwnPrompts(fitting[: settings.num_prompts], num_left_out)
+    return Prompts(fitting[: settings.num_prompts], num_left_out)
 
 
 def _dataset_of(settings: Settings, options: list[str], tokenizer) -> list[str]:

@@ -105,7 +105,6 @@ def cell_name(row: dict) -> str:
 
 
 def ratio_cell(row: dict, column: str, more_is_better: bool = True) -> Cell:
-    """Make the cell of a ratio and its spread."""
     ratio, low, high = (row[f"{column}{end}"] for end in ("", "_min", "_max"))
     colour = shade(ratio if more_is_better else 1 / ratio)
     return Cell(f"{ratio:.2f}x", f"{low:.2f} to {high:.2f}", colour=colour)
@@ -172,7 +171,6 @@ def environment(argv: list[str]) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of this package, if it is a checkout's."""
     root = Path(vllm_triforce.__file__).parents[1]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return "that of the version"

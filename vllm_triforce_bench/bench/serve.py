@@ -4,17 +4,15 @@ import asyncio
 import contextlib
 import itertools
 import os
-import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy
 from vllm.benchmarks.datasets import SampleRequest
 from vllm.benchmarks.serve import TaskType, benchmark
+from vllm.utils.torch_utils import set_random_seed
 
 from vllm_triforce_bench.bench.grid import PairedSet, rotated
 from vllm_triforce_bench.bench.measurement import BaseMeasurement
@@ -104,14 +102,35 @@ class Measurement(BaseMeasurement):
             }
         return [records[server.variant] for server in servers]
 
-    def _load(self, server: Server, servers: list[Server], paired: PairedSet) -> dict:
+    def _load(self, server: Server, servers: list[Server], paired: PairedSet) -> dict[str, Any]:
+        """Send the requests and return the figures of ``vllm bench serve``, without those of each.
+
+        Raises:
+            ServerFailed: a server ended, or a request failed.
+        """
+        settings, log = self.settings, self.store.folder / "bench.log"
         numbers = self._numbers[paired.repetition, *paired[1:4]]
         if not numbers:
             return {}
         prompts = self.prompts.take(paired.context, numbers.start, len(numbers))
-        others = [other for other in servers if other is not server]
-        log = self.store.folder / "bench.log"
-        return load(server, others, paired, prompts, self.settings, log)
+        set_random_seed((settings.seed + paired.repetition) % (1 << 32))  # of times of arrival
+        sending = benchmark(**client_arguments(server.address, paired, prompts, settings))
+        with log.open("a") as out:
+            print(f"--- {server.variant.label}: {paired}", file=out)
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                result = asyncio.run(_watched(sending, servers))
+        expected = len(prompts) * settings.tokens
+        if result["completed"] < len(prompts) or result["total_output_tokens"] != expected:
+            raise server.failed(
+                f"completed {result['completed']} of {len(prompts)} requests with "
+                f"{result['total_output_tokens']} of {expected} tokens; see {log}"
+            )
+        # Lists have an entry for each request, but those of speculation.
+        return {
+            name: value
+            for name, value in result.items()
+            if not isinstance(value, list) or name.startswith("spec_decode")
+        }
 
 
 def prompt_numbers(settings: Settings) -> dict[tuple[int, int, int, float], range]:
@@ -129,46 +148,6 @@ def prompt_numbers(settings: Settings) -> dict[tuple[int, int, int, float], rang
             numbers[repetition, context, batch_size, temperature] = range(first, first + count)
             first += count
     return numbers
-
-
-def load(
-    server: Server,
-    others: Sequence[Server],
-    paired: PairedSet,
-    prompts: Sequence[list[int]],
-    settings: Settings,
-    log: Path,
-) -> dict[str, Any]:
-    """Send the requests and return the figures of ``vllm bench serve``, without those of each.
-
-    Args:
-        others: further servers that must not end meanwhile.
-        prompts: token ids.
-        log: file that the client's output is appended to.
-
-    Raises:
-        ServerFailed: a server ended, or a request failed.
-    """
-    # Times of arrival.
-    random.seed(settings.seed + paired.repetition)
-    numpy.random.seed((settings.seed + paired.repetition) % (1 << 32))
-    sending = benchmark(**client_arguments(server.address, paired, prompts, settings))
-    with log.open("a") as out:
-        print(f"--- {server.variant.label}: {paired}", file=out)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            result = asyncio.run(_watched(sending, [server, *others]))
-    expected = len(prompts) * settings.tokens
-    if result["completed"] < len(prompts) or result["total_output_tokens"] != expected:
-        raise server.failed(
-            f"completed {result['completed']} of {len(prompts)} requests with "
-            f"{result['total_output_tokens']} of {expected} tokens; see {log}"
-        )
-    # Lists have an entry for each request, but those of speculation.
-    return {
-        name: value
-        for name, value in result.items()
-        if not isinstance(value, list) or name.startswith("spec_decode")
-    }
 
 
 def client_arguments(

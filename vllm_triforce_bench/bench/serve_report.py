@@ -102,7 +102,6 @@ def _verdict(row: dict, control: dict | None) -> str:
 
 
 def make_page(results: dict) -> Page:
-    """Make the page from the content of results.json."""
     return report.make_page(
         results,
         title="Serving",
@@ -116,7 +115,6 @@ def make_page(results: dict) -> Page:
 
 
 def line(row: dict) -> dict[str, Cell]:
-    """Make the cells of a row, by the title of their column."""
     cells = {"": Cell(row["label"], kind="")}
     for metric, (name, _) in _SHOWN.items():
         unit = "" if metric == "throughput" else " ms"

@@ -87,23 +87,28 @@ def running(variant: Variant, model: str, arguments: dict[str, Any], log: Path) 
     from vllm.utils.network_utils import get_open_port
 
     port = get_open_port()
+    process = start(command(variant, model, port, arguments), environment(variant), log)
+    server = Server(variant, process, port, log)
+    try:
+        wait_until_healthy(server)
+        yield server
+    finally:
+        stop(process)
+
+
+def start(words: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
+    """Start a process that ends with this one, in a group of its own."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as out:
-        process = subprocess.Popen(
-            command(variant, model, port, arguments),
-            env=environment(variant),
+        return subprocess.Popen(
+            words,
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_end_with_parent if sys.platform.startswith("linux") else None,
         )
-    server = Server(variant, process, port, log)
-    try:
-        _wait_until_healthy(server)
-        yield server
-    finally:
-        _stop(process)
 
 
 def command(variant: Variant, model: str, port: int, arguments: dict[str, Any]) -> list[str]:
@@ -115,7 +120,6 @@ def command(variant: Variant, model: str, port: int, arguments: dict[str, Any]) 
 
 
 def flags(arguments: dict[str, Any]) -> list[str]:
-    """Format engine arguments for vLLM's command line."""
     words: list[str] = []
     for name, value in arguments.items():
         option = "--" + name.replace("_", "-")
@@ -164,7 +168,7 @@ def _other_plugins() -> list[str]:
     return sorted(names if allowed is None else names & set(allowed.split(",")))
 
 
-def _wait_until_healthy(server: Server) -> None:
+def wait_until_healthy(server: Server) -> None:
     deadline = time.monotonic() + _START_LIMIT_S
     while time.monotonic() < deadline:
         server.check()
@@ -175,11 +179,10 @@ def _wait_until_healthy(server: Server) -> None:
 
 
 def _end_with_parent() -> None:
-    """End the server with a benchmark that is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _stop(process: subprocess.Popen) -> None:
+def stop(process: subprocess.Popen) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
