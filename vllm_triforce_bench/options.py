@@ -40,7 +40,6 @@ def _describe(error: Any) -> str:
 
 
 def split(value: Any) -> Any:
-    """Split a user's text at its commas."""
     if not isinstance(value, str):
         return value
     parts = [part.strip() for part in value.split(",") if part.strip()]

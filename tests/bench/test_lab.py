@@ -64,7 +64,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(2, 4096, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-# ------------------------------------------------------------------------------- the passes
+# The passes.
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt-oss"])
@@ -122,7 +122,7 @@ def test_a_sparse_pass_is_stock_attention_under_a_mask(gqa):
         assert not torch.equal(mask, torch.zeros_like(mask))
 
 
-# ------------------------------------------------------------------------------- the policies
+# The policies.
 
 
 @pytest.mark.parametrize("policy", SPARSE.values(), ids=SPARSE.keys())
@@ -211,7 +211,7 @@ def test_the_lab_reads_what_the_engine_selects(policy, tokens_per_pass):
                 assert found == sorted(reads)
 
 
-# -------------------------------------------------------------------------------- the copies
+# The copies.
 
 
 def test_a_copy_reads_the_targets_cache_with_its_own_weights(gqa):
@@ -286,7 +286,7 @@ def test_fewer_bits_agree_less(gqa):
     assert shares["int4"] < shares["fp8"] < shares["bfloat16"] < 1
 
 
-# ------------------------------------------------------------------------------ the measures
+# The measures.
 
 
 def test_acceptance_is_the_share_that_both_give():
@@ -303,7 +303,7 @@ def test_acceptance_is_the_share_that_both_give():
     assert torch.equal(greedy, (full.argmax(-1) == sparse.argmax(-1)).float())
 
 
-# ------------------------------------------------------------------------------- the command
+# The command.
 
 RUN = [
     *("lab", str(PAIR / "target"), "--text", str(PROMPTS / "held_out.txt")),
@@ -400,9 +400,9 @@ def test_copies_of_experts_are_refused(tmp_path, capsys):
 
 def test_attention_that_the_lab_does_not_know_is_noticed(gqa, monkeypatch):
     """A model whose own attention does something else is refused, not measured wrongly."""
-    from vllm_triforce_bench.lab import passes
+    from vllm_triforce_bench.lab import target
 
-    scores = passes.attention_scores
-    monkeypatch.setattr(passes, "attention_scores", lambda *args: 1.5 * scores(*args))
+    scores = target.attention_scores
+    monkeypatch.setattr(target, "attention_scores", lambda *args: 1.5 * scores(*args))
     with pytest.raises(RuntimeError, match="says something else"):
         Target(copy.deepcopy(gqa[1]))

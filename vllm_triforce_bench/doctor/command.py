@@ -55,34 +55,9 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     try:
-        results = _examine_server(args) if args.url is not None else _examine(args)
-        _show(args, results)
+        results = _examine(args)
     except BadInput as error:
         args.fail(str(error))
-    return {True: 0, False: 1, None: 3}[results["runs"]]
-
-
-def _examine_server(args: argparse.Namespace) -> dict[str, Any]:
-    from vllm_triforce_bench.doctor.server import examine_server
-
-    if args.model is not None or args.more or args.machine is not None:
-        raise BadInput("--url is of a running server; leave out MODEL, --machine and the engine")
-    return examine_server(args.url, args.seconds)
-
-
-def _examine(args: argparse.Namespace) -> dict[str, Any]:
-    if args.seconds:
-        raise BadInput("--seconds is of a running server's traffic; give --url")
-    machine = named_machine(args.machine) if args.machine else None
-    if args.more and (
-        not args.model or args.argv.index(args.more[0]) < args.argv.index(args.model)
-    ):
-        raise BadInput(f"{args.more[0]} comes before MODEL; give the model, then such options")
-    return examine(args.model, args.more, machine, args.acceptances)
-
-
-def _show(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Print the results, and write the file of ``--report``."""
     from vllm_triforce_bench.doctor.report import write_report
     from vllm_triforce_bench.doctor.text import text
 
@@ -91,8 +66,27 @@ def _show(args: argparse.Namespace, results: dict[str, Any]) -> None:
         try:
             write_report(args.report, results, args.argv)
         except OSError as error:
-            reason = f"--report {args.report} cannot be written ({error.strerror})"
-            raise BadInput(reason) from error
+            args.fail(f"--report {args.report} cannot be written ({error.strerror})")
+    return {True: 0, False: 1, None: 3}[results["runs"]]
+
+
+def _examine(args: argparse.Namespace) -> dict[str, Any]:
+    if args.url is not None:
+        from vllm_triforce_bench.doctor.server import examine_server
+
+        if args.model is not None or args.more or args.machine is not None:
+            raise BadInput(
+                "--url is of a running server; leave out MODEL, --machine and the engine"
+            )
+        return examine_server(args.url, args.seconds)
+    if args.seconds:
+        raise BadInput("--seconds is of a running server's traffic; give --url")
+    machine = named_machine(args.machine) if args.machine else None
+    if args.more and (
+        not args.model or args.argv.index(args.more[0]) < args.argv.index(args.model)
+    ):
+        raise BadInput(f"{args.more[0]} comes before MODEL; give the model, then such options")
+    return examine(args.model, args.more, machine, args.acceptances)
 
 
 def examine(

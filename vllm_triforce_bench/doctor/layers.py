@@ -197,6 +197,5 @@ def _draft_layers(vllm_config) -> dict[str, SimpleNamespace]:
 
 
 def kv_bytes_each(vllm_config) -> int:
-    """Return the bytes of a number of the target's KV cache."""
     is_fp8 = "fp8" in vllm_config.cache_config.cache_dtype
     return 1 if is_fp8 else vllm_config.model_config.dtype.itemsize

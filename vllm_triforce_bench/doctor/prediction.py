@@ -185,8 +185,7 @@ def _break_even(
     for route, group in among.items():
         routes[route] = None
         if (point := predictor.break_even(group, context, batch, acceptance)) is not None:
-            values = {"tokens": point.tokens, "acceptance": point.acceptance}
-            routes[route] = {**values, "setting": str(point.setting)}
+            routes[route] = point | {"setting": str(point["setting"])}
     return routes
 
 

@@ -61,7 +61,6 @@ def examine_server(url: str, seconds: float) -> dict[str, Any]:
 
 
 def figures(values: Values) -> dict[str, Any]:
-    """Return a model's figures, and advice."""
     levels = _levels(values)
     generated = values["vllm:generation_tokens_total"]
     prompts = values["vllm:request_prompt_tokens_count"]
@@ -102,7 +101,6 @@ def _levels(values: Values) -> LevelCounters | None:
 
 
 def _read(base: str) -> Mapping[str, Values]:
-    """Return the samples of each model."""
     if not base.startswith(("http://", "https://")):
         raise BadInput(f"--url {base!r} has no http:// or https://; give the server's address")
     url = f"{base}/metrics"

@@ -18,7 +18,6 @@ Rows = Iterator[tuple[str | None, str]]
 
 
 def text(results: dict[str, Any]) -> str:
-    """Format the results of ``examine()`` or ``examine_server()``."""
     rows = _server(results) if "url" in results else _examined(results)
     return "\n".join(_line(name, value) for name, value in rows)
 
@@ -83,7 +82,11 @@ def _engine(results: dict[str, Any]) -> Rows:
     else:
         draft = results["draft"] or "no draft model"
         yield "level 1", f"{settings['draft_sources'].replace(',', ', ')} ({draft})"
-        yield "level 2", _level2(settings, results["no_level2"])
+        config = ResolvedConfig.from_dict(settings)
+        level2 = f"{config.selection}, {config.budget_text} in chunks of {config.block_size}"
+        if not config.uses_level2:
+            level2 = f"takes no part: {results['no_level2'] or 'levels=' + config.levels}"
+        yield "level 2", level2
         lengths = []
         for name, choice in _LENGTHS.items():
             if choice not in results["chosen_while_running"]:
@@ -96,14 +99,6 @@ def _engine(results: dict[str, Any]) -> Rows:
         yield "KV in host memory", f"{settings['kv_offload_gib']:g} GiB a rank"
     for warning in results["warnings"]:
         yield "warning", warning
-
-
-def _level2(settings: dict[str, Any], no_level2: str | None) -> str:
-    """Describe level 2, or why it takes no part."""
-    config = ResolvedConfig.from_dict(settings)
-    if not config.uses_level2:
-        return f"takes no part: {no_level2 or 'levels=' + config.levels}"
-    return f"{config.selection}, {config.budget_text} in chunks of {config.block_size}"
 
 
 def _layers(results: dict[str, Any]) -> Rows:
@@ -192,7 +187,6 @@ def _gain(at: dict[str, Any]) -> str:
 
 
 def _choice(choice: dict[str, Any]) -> Rows:
-    """Format the command line to choose, and the gain of each key."""
     yield "choose", choice["command"]
     place = f"at 1 x {choice['context']:,} and {choice['acceptance']:g}"
     if not choice["keys"]:
@@ -208,7 +202,6 @@ def _choice(choice: dict[str, Any]) -> Rows:
 
 
 def verdict(results: dict[str, Any]) -> str:
-    """Return the last line of the results of ``examine()``."""
     if (refusal := results["installation"]["refusal"]) is not None:
         return f"TriForce is not available: {refusal}."
     if "engine" not in results:

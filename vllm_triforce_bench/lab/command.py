@@ -11,7 +11,6 @@ from vllm_triforce_bench.options import checked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add an option for every setting, with its type, default and choices."""
     parser.add_argument("model", help="causal language model of transformers: folder or hub name")
     parser.add_argument(
         "--text", nargs="+", type=Path, required=True, help="text files that are replayed"

@@ -72,7 +72,6 @@ def _end_of(stretch: int, texts: list[list[int]], settings: LabSettings) -> tupl
 
 
 def measure_context(target: Target, context: Context, settings: LabSettings) -> Iterator[dict]:
-    """Yield a row of figures for each replay."""
     draw = partial(_draw, settings, torch.Generator().manual_seed(settings.seed + context.stretch))
     trace = target.record(context.prompt, context.replayed, draw)
     full_logits, _ = target.replay(trace, None)

@@ -94,7 +94,6 @@ def tables(rows: pd.DataFrame) -> list[Table]:
 
 
 def save_rows(rows: list[dict], folder: Path) -> pd.DataFrame:
-    """Write ``rows.csv``, a line for each replay."""
     frame = pd.DataFrame(rows)
     frame.to_csv(folder / "rows.csv", index=False)
     return frame

@@ -139,7 +139,6 @@ class LabSettings:
         return replays
 
     def _points(self, experiment: str) -> Iterator[tuple[Sizes, int]]:
-        """Yield the sizes and contexts of an experiment."""
         for budget in self.budgets if experiment == "budget" else self.at_budgets:
             counts = (round(share * budget / self.chunk_size) for share in self.recent_shares)
             values: dict[str, Iterable[int]] = {

@@ -49,7 +49,6 @@ class LayerTrace:
         return self.keys.shape[1]
 
     def heads(self, kv_head: int) -> slice:
-        """Slice of a KV head's query heads."""
         return slice(kv_head * self.group, (kv_head + 1) * self.group)
 
     def positions(self) -> torch.Tensor:  # [num_replayed]

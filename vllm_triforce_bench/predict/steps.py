@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import ResolvedConfig
@@ -119,7 +120,6 @@ class Acceptance:
 
 
 def sources_of(config: ResolvedConfig) -> tuple[str, ...]:
-    """Return the kinds of the sources that an engine drafts from."""
     return tuple(LOOKUP if name == "prompt_lookup" else DRAFT for name in config.sources)
 
 
@@ -226,20 +226,6 @@ class Step:
     speedup: float = 1.0
 
 
-@dataclass(frozen=True)
-class BreakEven:
-    """Point from which a setting pays.
-
-    Args:
-        tokens: accepted tokens of a step, and the bonus token.
-        acceptance: of the proposed tokens by the full pass.
-    """
-
-    setting: Setting
-    tokens: float
-    acceptance: float
-
-
 @dataclass
 class Predictor:
     """Predicts steps of a model on a machine.
@@ -269,7 +255,6 @@ class Predictor:
     # Passes, in seconds.
 
     def full_pass(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
-        """Predict a full pass of requests with ``tokens`` each at their ``contexts``."""
         return pass_seconds(self.machine, self.model, tokens, contexts)
 
     def level2_pass(self, batch: int, tokens: int, budget: int, context: int) -> float:
@@ -305,16 +290,13 @@ class Predictor:
         )
 
     def step_overhead(self, batch: int) -> float:
-        """Overhead of a plain step, stock vLLM's."""
         wait_s = STEP_SYNCS * self.machine.sync_seconds
         return wait_s + self._launch_s(STEP_KERNELS, STEP_UPLOADS, batch)
 
     def drafts_overhead(self, batch: int, num_tokens: int) -> float:
-        """Overhead of a proposal, without rounds and selection."""
         return self._launch_s(PROPOSAL_KERNELS, PROPOSAL_UPLOADS, batch * num_tokens)
 
     def round_overhead(self, batch: int, gamma: int, has_draft: bool) -> float:
-        """Overhead of a round of levels 1 and 2."""
         graph_kernels = LEVEL2_KERNELS + gamma * DRAFTING_KERNELS * has_draft
         launch_s = self._launch_s(ROUND_KERNELS, 0, batch * (gamma + 1))
         return launch_s + graph_kernels * self.machine.kernel_seconds
@@ -343,7 +325,6 @@ class Predictor:
     # Steps.
 
     def step(self, setting: Setting, context: int, batch: int, acceptance: Acceptance) -> Step:
-        """Predict a step with this setting at this acceptance."""
         contexts = [context] * batch
         plain_s = self.full_pass([1] * batch, contexts) + self.step_overhead(batch)
         if setting.route == PLAIN:
@@ -379,11 +360,15 @@ class Predictor:
 
     def break_even(
         self, among: Sequence[Setting], context: int, batch: int, acceptance: Acceptance
-    ) -> BreakEven | None:
+    ) -> dict[str, Any] | None:
         """Return the point of the setting that pays from the lowest acceptance; None if none pays.
 
         Args:
             acceptance: its acceptance of level 1's tokens by level 2 decides the rounds.
+
+        Returns:
+            ``setting``, ``tokens`` of a step, accepted ones and the bonus token, and
+            ``acceptance`` of the proposed tokens by the full pass.
         """
         plain_s = self.step(STOCK, context, batch, acceptance).seconds
         points = []
@@ -391,5 +376,5 @@ class Predictor:
             tokens = self.step(setting, context, batch, acceptance).seconds / plain_s
             if tokens <= setting.num_tokens + 1:
                 needed = acceptance_for(tokens, setting.num_tokens)
-                points.append(BreakEven(setting, tokens, needed))
-        return min(points, key=lambda point: point.acceptance, default=None)
+                points.append({"setting": setting, "tokens": tokens, "acceptance": needed})
+        return min(points, key=lambda point: point["acceptance"], default=None)
