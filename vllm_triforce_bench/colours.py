@@ -4,26 +4,21 @@ They are legible on white and on near black, and differ for a colour-vision defi
 and Ito); markers differ, too.
 """
 
-_ORANGE, _PINK, _OLIVE, _BLUE = "#e69f00", "#cc79a7", "#a58b00", "#0f8fd6"
-_INDIGO, _VERMILION, _GREEN, _PLUM, _GREY = "#5b6ee1", "#d55e00", "#009e73", "#b0577a", "#8a8f98"
-_NAVY, _ROSE, _BROWN = "#3b6fb5", "#d46a9f", "#9a6324"
-_MOSS, _VIOLET = "#6a8f3c", "#8e5bb5"
-
 METHODS = {
-    "stock": _GREY,
-    "draft_model": _ORANGE,
-    "eagle3": _BROWN,
-    "mtp": _MOSS,
-    "ngram": _PINK,
-    "suffix": _OLIVE,
-    "triforce": _BLUE,
-    "triforce:copy": _NAVY,
-    "triforce:lookup": _ROSE,
-    "triforce:all": _INDIGO,
-    "triforce:level1": _VERMILION,
-    "triforce:retrieval": _GREEN,
-    "triforce:fp8": _VIOLET,
-    "triforce:streaming": _PLUM,
+    "stock": "#8a8f98",
+    "draft_model": "#e69f00",
+    "eagle3": "#9a6324",
+    "mtp": "#6a8f3c",
+    "ngram": "#cc79a7",
+    "suffix": "#a58b00",
+    "triforce": "#0f8fd6",
+    "triforce:copy": "#3b6fb5",
+    "triforce:lookup": "#d46a9f",
+    "triforce:all": "#5b6ee1",
+    "triforce:level1": "#d55e00",
+    "triforce:retrieval": "#009e73",
+    "triforce:fp8": "#8e5bb5",
+    "triforce:streaming": "#b0577a",
 }
 MARKERS = "osD^vPX*<>"
 

@@ -40,10 +40,6 @@ class Progress(bar.Progress):
         )
         self._work = self.add_task("", total=None)
 
-    @property
-    def percentage(self) -> float:
-        return self.tasks[0].percentage
-
     def begin(self, work: float) -> None:
         """Start the clock of this much work, in any unit."""
         self.reset(self._work, total=work)

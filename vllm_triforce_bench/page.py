@@ -44,13 +44,7 @@ class Article:
 
 @dataclass(frozen=True)
 class Page:
-    """Content of a page.
-
-    Args:
-        facts: words below the heading.
-        sections: articles by the section's title.
-        run: facts of the run, in a table at the end.
-    """
+    """Content of a page: facts stand below the heading, those of the run in a table at its end."""
 
     title: str
     heading: str

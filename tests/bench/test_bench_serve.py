@@ -81,7 +81,7 @@ def test_servers_start_in_both_orders_and_turns_alternate(monkeypatch, tmp_path)
 
 def test_no_request_meets_its_prompt_in_the_prefix_cache():
     settings = traffic(contexts=[8, 16], batch_sizes=[1, 2], temperatures=[0.0, 1.0])
-    numbers = list(serve.prompt_numbers(settings).values())
+    numbers = list(settings.prompt_numbers().values())
     assert numbers[0].start == 0 and numbers[-1].stop == settings.num_prompts
     assert all(one.stop == other.start for one, other in pairwise(numbers))
     assert [len(each) for each in numbers] == 8 * [1] + 16 * [3]

@@ -166,34 +166,23 @@ class Measurement(BaseMeasurement):
             "memory_bytes": engine.memory_bytes + torch.cuda.max_memory_allocated() - allocated,
         }
         if self.settings.pass_times and levels is not None:
-            record["parts"] = self._measure_parts(engine, paired, texts, decoded, levels)
+            timed = decoded
+            if not current_platform.is_cpu():
+                # Each part waits for the device: times of launches become its own.
+                rpc, name = engine.llm.collective_rpc, "triforce_synchronize_times"
+                rpc(name, args=(True,))
+                try:
+                    timed, levels = self._decode(engine, paired, texts)
+                finally:
+                    rpc(name, args=(False,))
+                assert levels is not None
+            record["parts"] = {
+                "num_steps": len(timed.steps),
+                "seconds": timed.seconds,
+                "num_level2_passes": levels.num_level2_passes,
+                "time_seconds": levels.time_seconds,
+            }
         return record, decoded
-
-    def _measure_parts(
-        self,
-        engine: Engine,
-        paired: PairedSet,
-        texts: list[list[int]],
-        decoded: Decoded,
-        levels: LevelCounters,
-    ) -> dict:
-        """Return a decode's times by part of a proposal; on a GPU those of one more decode."""
-        if not current_platform.is_cpu():
-            # Each part waits for the device: times of launches become its own.
-            rpc, name = engine.llm.collective_rpc, "triforce_synchronize_times"
-            rpc(name, args=(True,))
-            try:
-                decoded, waited = self._decode(engine, paired, texts)
-            finally:
-                rpc(name, args=(False,))
-            assert waited is not None
-            levels = waited
-        return {
-            "num_steps": len(decoded.steps),
-            "seconds": decoded.seconds,
-            "num_level2_passes": levels.num_level2_passes,
-            "time_seconds": levels.time_seconds,
-        }
 
     def _decode(
         self, engine: Engine, paired: PairedSet, texts: list[list[int]]
@@ -235,22 +224,16 @@ def judge(
         if answer == expected:
             continue
         place = next(k for k, (a, b) in enumerate(zip(expected, answer)) if a != b)
-        (first, high), (second, low) = _best_two(stock, prompt + expected[:place])
-        is_tie = {expected[place], answer[place]} == {first, second} and high - low < TIE[dtype]
+        asked = SamplingParams(temperature=0, max_tokens=1, logprobs=2, detokenize=False)
+        inputs = [{"prompt_token_ids": prompt + expected[:place]}]
+        table = stock.generate(inputs, asked, use_tqdm=False)[0].outputs[0].logprobs[0]
+        best = sorted(table, key=lambda token: -table[token].logprob)[:2]
+        margin = table[best[0]].logprob - table[best[1]].logprob
+        is_tie = {expected[place], answer[place]} == set(best) and margin < TIE[dtype]
         outcome = A_TIE if is_tie else DIFFERENT
-        verdict = dict(outcome=outcome, request=i, place=place, margin=high - low)
+        verdict = dict(outcome=outcome, request=i, place=place, margin=margin)
         if not is_tie:
             return verdict
         if worst["outcome"] == IDENTICAL:
             worst = verdict
     return worst
-
-
-def _best_two(stock, prompt: list[int]) -> list[tuple[int, float]]:
-    output = stock.generate(
-        [{"prompt_token_ids": prompt}],
-        SamplingParams(temperature=0, max_tokens=1, logprobs=2, detokenize=False),
-        use_tqdm=False,
-    )[0].outputs[0]
-    best = sorted(output.logprobs[0].items(), key=lambda item: -item[1].logprob)
-    return [(token, entry.logprob) for token, entry in best[:2]]

@@ -8,8 +8,9 @@ import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from vllm_triforce_bench import preload
 from vllm_triforce_bench.bench import methods
-from vllm_triforce_bench.bench.settings import EACH, Settings, add_arguments, read
+from vllm_triforce_bench.bench.settings import EACH, METHOD_OPTIONS, Settings, add_arguments, read
 from vllm_triforce_bench.options import BadInput
 
 __all__ = ["add_arguments", "run"]
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
             settings.budgets,
             settings.target,
             settings.draft,
-            settings.method_keys,
+            {name: getattr(settings, name) for name in METHOD_OPTIONS},
             settings.synthetic_acceptances,
         )
         if settings.serve:
@@ -39,23 +40,17 @@ def run(args: argparse.Namespace) -> int:
             if all(os.path.isdir(m) for m in (settings.target, settings.draft) if m):
                 os.environ.setdefault("HF_HUB_OFFLINE", "1")
         else:
-            _prepare_this_process(args.argv)
+            # Before vLLM is imported.
+            preload.restart_if_needed(args.argv)
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            # Errors alone beside the progress bar, of torch's C++ side and of OpenMP, too.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            os.environ.setdefault("KMP_WARNINGS", "0")
+            warnings.simplefilter("ignore", FutureWarning)
         return _compare(settings, variants, left_out, Path(args.output), args.argv)
     except BadInput as error:
         args.fail(str(error))
         raise
-
-
-def _prepare_this_process(argv: list[str]) -> None:
-    """Prepare for engines; before vLLM is imported."""
-    from vllm_triforce_bench import preload
-
-    preload.restart_if_needed(argv)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # Errors alone beside the progress bar, of torch's C++ side and of OpenMP, too.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("KMP_WARNINGS", "0")
-    warnings.simplefilter("ignore", FutureWarning)
 
 
 def _compare(

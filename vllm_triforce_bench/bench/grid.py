@@ -110,11 +110,7 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def batch_text(batch_size: int, context: int) -> str:
-    return (
-        f"{batch_size} x each prompt"
-        if context == EACH
-        else f"{batch_size} x {tokens_text(context)} tokens"
-    )
+    return f"{batch_size} x {tokens_text(context)}{' tokens' * (context != EACH)}"
 
 
 def tokens_text(tokens: int) -> str:

@@ -46,7 +46,11 @@ class Store:
             raise BadInput(f"--output {folder} has {MEASUREMENTS} but no {ARGUMENTS}; use another")
         folder.mkdir(parents=True, exist_ok=True)
         self._write_arguments()
-        self.records = _whole_lines(measurements)
+        text = measurements.read_bytes() if measurements.exists() else b""
+        end = text.rfind(b"\n") + 1
+        if end < len(text):  # a line that was cut off when a run was ended
+            os.truncate(measurements, end)
+        self.records = [json.loads(line) for line in text[:end].splitlines()]
 
     def settle(self, name: str, choose: Callable[[], Any]) -> Any:
         """Return the first run's choice, so that later runs go on with it."""
@@ -73,16 +77,6 @@ class Store:
         fresh.replace(self.folder / ARGUMENTS)
 
 
-def _whole_lines(path: Path) -> list[dict]:
-    """Read the records, and remove a last line that was cut off when a run was ended."""
-    text = path.read_bytes() if path.exists() else b""
-    end = text.rfind(b"\n") + 1
-    if end < len(text):
-        with path.open("r+b") as file:
-            file.truncate(end)
-    return [json.loads(line) for line in text[:end].splitlines()]
-
-
 def _check_equal(folder: Path, earlier: dict, arguments: dict) -> None:
     differences = [
         f"{name} {json.dumps(earlier.get(name))} there, {json.dumps(arguments.get(name))} here"
@@ -98,11 +92,7 @@ def _check_equal(folder: Path, earlier: dict, arguments: dict) -> None:
 
 @dataclass
 class BaseMeasurement(ABC):
-    """Measures sets and stores their records.
-
-    Args:
-        groups: variants whose engines live together.
-    """
+    """Measures sets and stores their records."""
 
     settings: Settings
     groups: list[list[Variant]]
@@ -113,11 +103,7 @@ class BaseMeasurement(ABC):
     progress: Progress
 
     def run(self, sets: Sequence[PairedSet], num_done: int) -> None:
-        """Measure sets that are not in the store yet, in their order.
-
-        Args:
-            num_done: sets that earlier runs have finished.
-        """
+        """Measure sets that are not in the store yet, in their order."""
         self._num_done, self._num_sets = num_done, num_done + len(sets)
         self.progress.begin(sum(map(self._work, sets)))
         self._run(sets)
@@ -139,11 +125,7 @@ class BaseMeasurement(ABC):
         return num_reqs * (context + 20 * self.settings.tokens)
 
     def _begin(self, variant: Variant, paired: PairedSet, place: int, num_paired: int) -> dict:
-        """Show the current work, and begin its record.
-
-        Args:
-            place: turn of the variant among those of the set.
-        """
+        """Show the current work, and begin its record."""
         self.progress.say(
             f"{variant.label}: {batch_text(paired.batch_size, paired.context)}, {paired.dtype}, "
             f"T={paired.temperature:g}, repetition {paired.repetition + 1}"

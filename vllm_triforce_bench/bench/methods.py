@@ -33,11 +33,6 @@ class Method:
     needs_draft: bool = False
     needs_module: tuple[str, str] | None = None
 
-    @property
-    def name(self) -> str | None:
-        """vLLM's name of the method, by which a user sets its keys."""
-        return None if self.keys is None else self.keys["method"]
-
 
 def _stock(name: str, keys: Mapping[str, Any], **needs: Any) -> Method:
     return Method(f"stock {name}", {"method": name, **keys}, **needs)
@@ -149,9 +144,9 @@ def variants(
         if method.keys is None:
             variants.append(Variant(name, None, None, method.title))
             continue
-        is_triforce = method.name == TRIFORCE
+        is_triforce = method.keys["method"] == TRIFORCE
         for budget in budgets if is_triforce else [None]:
-            keys = {**method.keys, **user_keys.get(method.name or "", {})}
+            keys = {**method.keys, **user_keys.get(method.keys["method"], {})}
             has_drafts = method.keys.get("levels") != "2,3"
             if not has_drafts:  # the user's keys are for all methods
                 keys = {key: keys[key] for key in keys if key not in LEVEL1_KEYS}

@@ -49,9 +49,7 @@ def make_page(
     """Make the page from the content of results.json.
 
     Args:
-        title: measured quantity.
         figures_of: titles and notes of the figures of a section, by column of the ratio.
-        line: makes the cells of a row.
         reading: note of the table of all cells.
     """
     rows, settings, run = results["rows"], results["settings"], dict(results["environment"])
@@ -133,14 +131,13 @@ def terminal_table(rows: Sequence[dict], line: Line, columns: Sequence[str]) -> 
         table.add_section()
         table.add_row(f"[bold]{cell}")
         for row in here:
-            table.add_row(*(_terminal_text(line(row)[name]) for name in columns))
+            texts = []
+            for cell in (line(row)[name] for name in columns):
+                text = f"{cell.text} ({cell.small})" if cell.small else cell.text
+                style = _TERMINAL_STYLES.get(cell.kind)
+                texts.append(f"[{style}]{text}[/]" if style else text)
+            table.add_row(*texts)
     return table
-
-
-def _terminal_text(cell: Cell) -> str:
-    text = f"{cell.text} ({cell.small})" if cell.small else cell.text
-    style = _TERMINAL_STYLES.get(cell.kind)
-    return f"[{style}]{text}[/]" if style else text
 
 
 def machine() -> dict[str, str]:

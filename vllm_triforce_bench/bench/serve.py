@@ -18,12 +18,10 @@ from vllm_triforce_bench.bench.grid import PairedSet, rotated
 from vllm_triforce_bench.bench.measurement import BaseMeasurement
 from vllm_triforce_bench.bench.model_facts import engine_arguments
 from vllm_triforce_bench.bench.server import MODEL, Server, running
-from vllm_triforce_bench.bench.settings import Settings
+from vllm_triforce_bench.bench.settings import WARMUP, Settings
 
 # OpenMP's threads of the other server spin for a while after its last step.
 _REST_S = 1.0
-_WARMUP = -1
-"""The repetition that is not measured."""
 
 
 def sets(settings: Settings, num_groups: int) -> list[PairedSet]:
@@ -49,7 +47,7 @@ class Measurement(BaseMeasurement):
     """Measures two servers at a time."""
 
     def __post_init__(self) -> None:
-        self._numbers = prompt_numbers(self.settings)
+        self._numbers = self.settings.prompt_numbers()
 
     def _run(self, sets: Sequence[PairedSet]) -> None:
         for (dtype, group, half), phase in itertools.groupby(sets, self._phase):
@@ -78,7 +76,7 @@ class Measurement(BaseMeasurement):
 
     def _warm_up(self, dtype: str, group: int, servers: list[Server]) -> None:
         for repetition, context, batch_size, temperature in self._numbers:
-            if repetition == _WARMUP:
+            if repetition == WARMUP:
                 paired = PairedSet(dtype, context, batch_size, temperature, group, repetition)
                 for server in servers:
                     self.progress.say(f"warming up {server.variant.label}")
@@ -131,23 +129,6 @@ class Measurement(BaseMeasurement):
             for name, value in result.items()
             if not isinstance(value, list) or name.startswith("spec_decode")
         }
-
-
-def prompt_numbers(settings: Settings) -> dict[tuple[int, int, int, float], range]:
-    """Number the prompts by repetition, context, batch size and temperature.
-
-    No cell has a prompt of another, which would be in the prefix cache. All groups share them.
-    """
-    numbers: dict[tuple[int, int, int, float], range] = {}
-    cells = (settings.contexts, settings.batch_sizes, settings.temperatures)
-    first = 0
-    for repetition in (_WARMUP, *range(settings.repetitions)):
-        num_reqs = settings.num_warmup if repetition == _WARMUP else settings.num_requests
-        for context, batch_size, temperature in itertools.product(*cells):
-            count = num_reqs(batch_size)
-            numbers[repetition, context, batch_size, temperature] = range(first, first + count)
-            first += count
-    return numbers
 
 
 def client_arguments(

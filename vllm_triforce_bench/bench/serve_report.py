@@ -1,5 +1,7 @@
 """Rows and page of servers: medians of ratios over the runs, and their spread."""
 
+import operator
+
 import numpy
 
 from vllm_triforce_bench.bench import report
@@ -60,15 +62,12 @@ def summarize(records: list[dict]) -> list[dict]:
     A ratio is a server's figure over stock vLLM's of the same pair: more is better for throughput,
     less for times. The row has median, minimum and maximum over repetitions.
     """
+    cell = operator.itemgetter(*CELL)
     rows = [row | _row(pairs) for row, pairs in pairs_by_row(records) if row["method"] != STOCK]
-    controls = {_cell(row): row for row in rows if row["method"] == CONTROL}
+    controls = {cell(row): row for row in rows if row["method"] == CONTROL}
     for row in rows:
-        row["verdict"] = _verdict(row, controls.get(_cell(row)))
+        row["verdict"] = _verdict(row, controls.get(cell(row)))
     return rows
-
-
-def _cell(row: dict) -> tuple:
-    return tuple(row[name] for name in CELL)
 
 
 def _row(pairs: Pairs) -> dict:

@@ -77,10 +77,6 @@ class Server:
 def running(variant: Variant, model: str, arguments: dict[str, Any], log: Path) -> Iterator[Server]:
     """Run a server until the block ends.
 
-    Args:
-        arguments: engine arguments of all servers.
-        log: file that the output is appended to.
-
     Raises:
         ServerFailed: the server does not start.
     """
@@ -149,7 +145,12 @@ def environment(variant: Variant) -> dict[str, str]:
         "LD_PRELOAD": ":".join(path for path in preload if path),
     }
     if not variant.is_triforce:
-        overrides["VLLM_PLUGINS"] = ",".join(_other_plugins())
+        allowed = os.environ.get("VLLM_PLUGINS")
+        plugins = {entry.name for group in _PLUGIN_GROUPS for entry in entry_points(group=group)}
+        plugins -= {"triforce"}
+        if allowed is not None:
+            plugins &= set(allowed.split(","))
+        overrides["VLLM_PLUGINS"] = ",".join(sorted(plugins))
     return {
         # vLLM pins the workers of both servers to the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -158,14 +159,6 @@ def environment(variant: Variant) -> dict[str, str]:
         **os.environ,
         **overrides,
     }
-
-
-def _other_plugins() -> list[str]:
-    """Names of vLLM's installed plugins, without this package's."""
-    allowed = os.environ.get("VLLM_PLUGINS")
-    names = {entry.name for group in _PLUGIN_GROUPS for entry in entry_points(group=group)}
-    names -= {"triforce"}
-    return sorted(names if allowed is None else names & set(allowed.split(",")))
 
 
 def wait_until_healthy(server: Server) -> None:

@@ -1,6 +1,7 @@
 """Options and settings of the benchmark: one field for each option."""
 
 import argparse
+import itertools
 import json
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ from vllm_triforce_bench.options import (
 AUTO = "auto"
 """The dtype in which vLLM serves the model (``model_facts.served_dtypes``)."""
 GIB = 1 << 30
+WARMUP = -1
+"""The repetition that is not measured."""
 EACH = 0
 """The context of a dataset's own prompts, each as long as it is."""
 # Positions beyond the longest output, for proposals.
@@ -219,11 +222,6 @@ class Settings:
     """Tokens of the longest of a dataset's own prompts, once they are read."""
 
     @property
-    def method_keys(self) -> dict[str, dict[str, Any]]:
-        """The user's ``speculative_config`` keys, by vLLM's name of the method."""
-        return {name: keys for name in METHOD_OPTIONS if (keys := getattr(self, name))}
-
-    @property
     def draft_keys(self) -> dict[str, Any]:
         """Keys that pin the draft's revision: TriForce's, else those of ``draft_model``."""
         pinned = {"revision", "code_revision"}
@@ -249,16 +247,27 @@ class Settings:
         """Requests of a cell that warm up a server."""
         return batch_size if self.warmup is None else self.warmup
 
+    def prompt_numbers(self) -> dict[tuple[int, int, int, float], range]:
+        """Number the servers' prompts by repetition, context, batch size and temperature.
+
+        No cell has a prompt of another, which would be in the prefix cache. All groups share them.
+        """
+        numbers: dict[tuple[int, int, int, float], range] = {}
+        first = 0
+        for repetition in (WARMUP, *range(self.repetitions)):
+            num_reqs = self.num_warmup if repetition == WARMUP else self.num_requests
+            for cell in itertools.product(self.contexts, self.batch_sizes, self.temperatures):
+                count = num_reqs(cell[1])
+                numbers[repetition, *cell] = range(first, first + count)
+                first += count
+        return numbers
+
     @property
     def num_prompts(self) -> int:
         """Different prompts of each context; servers meet no prompt again in another cell."""
         if not self.serve:
             return self.repetitions * max(self.batch_sizes)
-        num_reqs = (
-            self.num_warmup(size) + self.repetitions * self.num_requests(size)
-            for size in self.batch_sizes
-        )
-        return len(self.contexts) * len(self.temperatures) * sum(num_reqs)
+        return max(numbers.stop for numbers in self.prompt_numbers().values())
 
     def check_context(self, max_context: int) -> None:
         """Raise BadInput if a prompt and its output are longer than the model."""

@@ -30,7 +30,7 @@ def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
         raise
     except Exception as error:  # any error that would end `vllm serve` is the refusal
         refusal = _message_of(error) + _hint(error)
-        return {"model": model, "refusal": refusal, **_stock_refusal(model, options)}, None
+        return {"model": model, "refusal": refusal, **_refused_by(model, options)}, None
     finally:
         logger.removeHandler(handler)
     warnings = [record.getMessage() for record in handler.buffer]
@@ -56,8 +56,7 @@ def _configure(model: str, options: list[str], method: str | None):
     return EngineArgs.from_cli_args(args).create_engine_config()
 
 
-def _stock_refusal(model: str, options: list[str]) -> dict[str, Any]:
-    """Find out whether stock vLLM refuses the other options, too."""
+def _refused_by(model: str, options: list[str]) -> dict[str, Any]:
     try:
         _configure(model, options, None)
     except Exception as error:

@@ -26,7 +26,12 @@ def installation() -> dict[str, Any]:
     if (reason := unsupported_reason()) is not None:
         remedy = f"install vLLM {', '.join(SUPPORTED_VLLM)}, or uninstall vllm-triforce"
         if reason.startswith(DOES_NOT_LOAD):
-            remedy = f"mend its environment, with which TriForce has nothing to do{_hint(reason)}"
+            remedy = "mend its environment, with which TriForce has nothing to do"
+            if "torchvision" in reason:  # which breaks a CPU build
+                remedy += (
+                    ": on a CPU, PyPI's torchvision, torchaudio and torchcodec want another torch "
+                    "than is here; pip uninstall all three"
+                )
         return {**results, "refusal": f"this vLLM is left alone: {reason}; {remedy}"}
     register()
     from vllm.platforms import current_platform
@@ -40,16 +45,6 @@ def installation() -> dict[str, Any]:
     misfits = [misfit for patch in patches if (misfit := patch.signature_mismatch())]
     results["wraps"] = [{"what": p.name, "why": p.why, "until": p.until} for p in patches]
     return {**results, "refusal": f"vllm-triforce wraps {misfits[0]}" if misfits else None}
-
-
-def _hint(reason: str) -> str:
-    """Name the packages that are known to break a CPU build."""
-    if "torchvision" not in reason:
-        return ""
-    return (
-        ": on a CPU, PyPI's torchvision, torchaudio and torchcodec want another torch than is "
-        "here; pip uninstall all three"
-    )
 
 
 def _versions(vllm_version: str | None) -> dict[str, Any]:

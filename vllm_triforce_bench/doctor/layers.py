@@ -129,7 +129,15 @@ def memory(vllm_config, layers: Layers, copy_bytes: int) -> dict[str, Any]:
     retrieving = {name: _sharded(layer, layers.ranks) for name, layer in layers.retrieving.items()}
     fixed_bytes, share = 0, 0.0
     if not config.is_plain:
-        drafts = _draft_layers(vllm_config) if draft_model else {}
+        drafts = {}
+        if draft_model:  # read off its configuration; the draft is not built
+            model = vllm_config.speculative_config.draft_model_config
+            parallel = vllm_config.speculative_config.draft_parallel_config
+            layer = SimpleNamespace(
+                num_kv_heads=model.get_num_kv_heads(parallel), head_size=model.get_head_size()
+            )
+            num_layers = model.get_num_layers(parallel)
+            drafts = {f"draft.{index}": layer for index in range(num_layers)}
         fixed_bytes = sum(buffer_bytes(retrieving, drafts, config, vllm_config).values())
         share = summary_bytes_per_kv_byte(retrieving, config, vllm_config)
     each = kv_bytes_each(vllm_config)
@@ -184,16 +192,6 @@ def _sharded(layer, ranks: int) -> SimpleNamespace:
         num_kv_heads=max(1, layer.num_kv_heads // ranks),
         head_size=layer.head_size,
     )
-
-
-def _draft_layers(vllm_config) -> dict[str, SimpleNamespace]:
-    """Read the draft's layers off its configuration; the draft is not built."""
-    model = vllm_config.speculative_config.draft_model_config
-    parallel = vllm_config.speculative_config.draft_parallel_config
-    layer = SimpleNamespace(
-        num_kv_heads=model.get_num_kv_heads(parallel), head_size=model.get_head_size()
-    )
-    return {f"draft.{index}": layer for index in range(model.get_num_layers(parallel))}
 
 
 def kv_bytes_each(vllm_config) -> int:

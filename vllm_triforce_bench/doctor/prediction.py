@@ -14,18 +14,10 @@ from vllm_triforce.config import ResolvedConfig, read_config
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.level2 import check_level2_model
 from vllm_triforce_bench.doctor.layers import Layers, kv_bytes_each, level2_model_bytes
+from vllm_triforce_bench.predict import steps
 from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine, machine_of
-from vllm_triforce_bench.predict.steps import (
-    DRAFT,
-    LEVELS,
-    PLAIN,
-    Acceptance,
-    Predictor,
-    Setting,
-    settings,
-    sources_of,
-)
+from vllm_triforce_bench.predict.steps import Acceptance, Predictor, Setting
 
 _BATCHES = (1, 4, 16)
 _MIN_CONTEXT = 1024
@@ -64,7 +56,12 @@ def predict(
     config, draft_model = read_config(vllm_config)
     acceptances = list(map(Acceptance, level2_acceptances))
     try:
-        _check_counted(config, layers)
+        if config.is_plain or config.kv_offload_gib is not None:
+            raise ValueError("KV in host memory is not counted; docs/offload.md has what to expect")
+        if layers.dense:
+            raise ValueError(f"{len(layers.dense)} layers stay dense, which is not counted yet")
+        if layers.ranks > 1:
+            raise ValueError(f"tensor parallelism ({layers.ranks} ranks) is not counted yet")
         target = Geometry.read(vllm_config.model_config, kv_bytes_each(vllm_config))
         draft = None
         if draft_model:
@@ -111,16 +108,6 @@ def predict(
     return results
 
 
-def _check_counted(config: ResolvedConfig, layers: Layers) -> None:
-    """Raise ValueError if the model of time does not cover the configuration."""
-    if config.is_plain or config.kv_offload_gib is not None:
-        raise ValueError("KV in host memory is not counted; docs/offload.md has what to expect")
-    if layers.dense:
-        raise ValueError(f"{len(layers.dense)} layers stay dense, which is not counted yet")
-    if layers.ranks > 1:
-        raise ValueError(f"tensor parallelism ({layers.ranks} ranks) is not counted yet")
-
-
 def _this_machine(say: Callable[[str], None]) -> Machine:
     """Raise ValueError if the constants of this GPU are not known."""
     from vllm.platforms import current_platform
@@ -147,7 +134,7 @@ def _contexts(predictor: Predictor, longest: int, batch: int) -> list[int]:
 
 
 def _among(config: ResolvedConfig, context: int) -> list[Setting]:
-    return settings(config.budget_of(context), sources_of(config), config.levels)
+    return steps.settings(config.budget_of(context), steps.sources_of(config), config.levels)
 
 
 def _cell(
@@ -160,10 +147,10 @@ def _cell(
     by_context, pays_from = [], None
     for context in contexts:
         best = predictor.best(_among(config, context), context, batch, acceptance)
-        is_gain = best.setting.route != PLAIN and best.speedup >= MIN_GAIN
+        is_gain = best.setting.route != steps.PLAIN and best.speedup >= MIN_GAIN
         # From where on it pays at every longer context.
         pays_from = (pays_from or context) if is_gain else None
-        setting, speedup = (str(best.setting), best.speedup) if is_gain else (PLAIN, 1.0)
+        setting, speedup = (str(best.setting), best.speedup) if is_gain else (steps.PLAIN, 1.0)
         by_context.append({"context": context, "speedup": speedup, "setting": setting})
     return {
         "batch": batch,
@@ -179,7 +166,7 @@ def _break_even(
     """Return the point from which each route pays, if any; direct routes are named by source."""
     among: dict[str, list[Setting]] = {}
     for setting in _among(config, context)[1:]:
-        route = LEVELS if setting.route == LEVELS else setting.source
+        route = steps.LEVELS if setting.route == steps.LEVELS else setting.source
         among.setdefault(route, []).append(setting)
     routes: dict[str, dict[str, Any] | None] = {}
     for route, group in among.items():
@@ -199,19 +186,22 @@ def _choose(
 
     A head comes last, since the doctor knows none by name.
     """
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
     config, draft = read_config(vllm_config)
     present: dict[str, Any] = {
         "predictor": predictor,
         "acceptance": acceptance,
         "budget": config.budget_of(context),
-        "sources": sources_of(config),
+        "sources": steps.sources_of(config),
     }
 
     def speedup(changes: dict[str, Any]) -> float:
         changed = present | changes
         if not changed["predictor"].fits(context, 1):
             return 0.0
-        among = settings(changed["budget"], changed["sources"], config.levels)
+        among = steps.settings(changed["budget"], changed["sources"], config.levels)
         return changed["predictor"].best(among, context, 1, changed["acceptance"]).speedup
 
     # Keys, their values, and what these change; a key at a time is taken.
@@ -240,11 +230,12 @@ def _choose(
         if not add(*best):
             break
         candidates = [candidate for candidate in candidates if candidate[0] != best[0]]
-    if draft is None and "1" in config.levels and _may_have_head(vllm_config):
+    has_no_draft = draft is None and "1" in config.levels
+    if has_no_draft and supports_eagle3(get_model_cls(vllm_config.model_config)):
         with_head = {
             "predictor": replace(present["predictor"], draft=_head_of(predictor.model)),
             "acceptance": replace(present["acceptance"], draft=HEAD_ACCEPTANCE),
-            "sources": (DRAFT, *present["sources"]),
+            "sources": (steps.DRAFT, *present["sources"]),
         }
         add("model", HEAD, with_head)
     return {
@@ -275,13 +266,6 @@ def _copies(
             "acceptance": replace(acceptance, copy_rejections=rejections),
         }
         yield "level2_model", name, with_copy
-
-
-def _may_have_head(vllm_config) -> bool:
-    from vllm.model_executor.model_loader.utils import get_model_cls
-    from vllm.model_executor.models.interfaces import supports_eagle3
-
-    return supports_eagle3(get_model_cls(vllm_config.model_config))
 
 
 def _head_of(target: Geometry) -> Geometry:

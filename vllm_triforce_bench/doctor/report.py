@@ -76,22 +76,13 @@ def _without_models(results: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
 def _given(text: str) -> Iterator[str]:
     """Yield the values in an argument, each in several spellings; in JSON, all texts but keys."""
     value = text.partition("=")[2] if text.startswith("--") else text
+    values: list[str] = []
     try:
-        values = list(_texts(json.loads(value)))
+        _map_texts(json.loads(value), values.append)
     except ValueError:
-        values = [value]
+        values.append(value)
     for each in values:
         yield from {each, each.rstrip("/"), os.path.normpath(each), os.path.basename(each)}
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
-    elif isinstance(value, str):
-        yield value
 
 
 def _hider(names: set[str]) -> Callable[[str], str]:
@@ -115,7 +106,7 @@ def _hider(names: set[str]) -> Callable[[str], str]:
     return hide
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
     """Change all texts of JSON but keys and those that are the same for everybody."""
     if isinstance(value, dict):
         return {

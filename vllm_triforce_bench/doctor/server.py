@@ -80,7 +80,7 @@ def figures(values: Values) -> dict[str, Any]:
         accepted = min(levels.num_level2_accepted, generated)
         results["levels"] = levels.to_dict()
         results["accepted_share"] = accepted / generated if generated else 0.0
-    return {**results, "advice": advice(results)}
+    return {**results, "advice": list(advice(results))}
 
 
 def _levels(values: Values) -> LevelCounters | None:
@@ -146,17 +146,15 @@ def _since(values: Values, before: Values) -> Values:
     return added
 
 
-def advice(figures: dict[str, Any]) -> list[str]:
-    """List what the figures suggest, each with the key to change."""
-    if figures["levels"] is None:
+def advice(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield what the figures suggest, each with the key to change."""
+    levels, generated = figures["levels"], figures["generated_tokens"]
+    if levels is None:
         if figures["has_other_method"]:
-            return ["another speculative method runs here, not TriForce"]
-        return ["TriForce does not run here; start the server with --speculative-model triforce"]
-    return [*_of_health(figures), *_of_speculation(figures)]
-
-
-def _of_health(figures: dict[str, Any]) -> Iterator[str]:
-    levels = figures["levels"]
+            yield "another speculative method runs here, not TriForce"
+        else:
+            yield "TriForce does not run here; start the server with --speculative-model triforce"
+        return
     if levels["num_boundary_faults"]:
         yield "boundary_faults is above 0: see docs/troubleshooting.md; the output is exact"
     if levels["num_nan_requests"]:
@@ -166,10 +164,6 @@ def _of_health(figures: dict[str, Any]) -> Iterator[str]:
             f"requests lost their KV cache to others {figures['preemptions']:,.0f} times: lower "
             "max_num_seqs, raise gpu_memory_utilization, or use kv_offload_gib"
         )
-
-
-def _of_speculation(figures: dict[str, Any]) -> Iterator[str]:
-    levels, generated = figures["levels"], figures["generated_tokens"]
     if generated < _FEW_TOKENS:
         yield f"fewer than {_FEW_TOKENS} tokens were generated; ask again after more traffic"
         return

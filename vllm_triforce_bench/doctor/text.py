@@ -166,9 +166,15 @@ def _prediction(results: dict[str, Any]) -> Rows:
         of_batch = [point for point in points if point["batch"] == batch]
         # The longest context, a quarter and a sixteenth of it.
         for point in of_batch[-1::-2][:3][::-1]:
-            cells = [f"{_point(point['routes'][route]):<16}" for route in routes]
-            at = [gains[batch, point["context"], acceptance] for acceptance in acceptances]
-            cells += [f"{_gain(each):<12}" for each in at]
+            cells = []
+            for route in routes:
+                pays = point["routes"][route]
+                since = pays and f"{pays['tokens']:.2f} ({pays['acceptance']:.2f})"
+                cells.append(f"{since or 'never':<16}")
+            for acceptance in acceptances:
+                at = gains[batch, point["context"], acceptance]
+                gain = "plain" if at["setting"] == "plain" else f"{at['speedup']:.2f}x"
+                cells.append(f"{gain:<12}")
             yield f"{batch} x {point['context']:,}", "".join(cells)
     if "choice" in results:
         yield None, ""
@@ -176,14 +182,6 @@ def _prediction(results: dict[str, Any]) -> Rows:
 
 
 _ROUTES = {"lookup": "prompt lookup", "draft": "draft or head", "levels": "levels 1 and 2"}
-
-
-def _point(point: dict[str, Any] | None) -> str:
-    return "never" if point is None else f"{point['tokens']:.2f} ({point['acceptance']:.2f})"
-
-
-def _gain(at: dict[str, Any]) -> str:
-    return "plain" if at["setting"] == "plain" else f"{at['speedup']:.2f}x"
 
 
 def _choice(choice: dict[str, Any]) -> Rows:

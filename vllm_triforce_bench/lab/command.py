@@ -73,7 +73,7 @@ def _measure(target, contexts: list, settings: LabSettings) -> list[dict]:
                 for row in part:
                     rows.append(row)
                     progress.done(len(context.prompt) ** 2)
-                progress.report(f"{name}, {experiment}: {progress.percentage:.0f}%")
+                progress.report(f"{name}, {experiment}: {progress.tasks[0].percentage:.0f}%")
             report.save_rows(rows, settings.output)
     return rows
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -118,11 +118,7 @@ def show(frame: pd.DataFrame, console: Console) -> None:
 def write(
     frame: pd.DataFrame, settings: LabSettings, facts: dict[str, str], folder: Path
 ) -> list[Path]:
-    """Write ``results.json``, a PNG for every table, and ``report.html`` with all of them.
-
-    Returns:
-        The files written.
-    """
+    """Write ``results.json``, a PNG for every table, and ``report.html``; return all files."""
     values = json.loads(json.dumps(asdict(settings), default=str))
     document = dict(settings=values, facts=facts, rows=json.loads(frame.to_json(orient="records")))
     written = [folder / "rows.csv", folder / "results.json"]
@@ -133,7 +129,16 @@ def write(
         draw(table, settings).savefig(picture, format="png", dpi=130)
         written.append(folder / f"{table.name}.png")
         written[-1].write_bytes(picture.getvalue())
-        articles.append(_article(table, picture.getvalue()))
+        data, caption = base64.b64encode(picture.getvalue()).decode(), html.escape(table.title)
+        image = f"data:image/png;base64,{data}"
+        shown = f"<img alt='{caption}' style='max-width:100%' src='{image}'>"
+        values_of = [page.Cell(str(value)) for value in table.values]
+        columns = [page.Cell("policy", kind=""), page.Cell(kind=""), *values_of]
+        lines = [
+            [page.Cell(policy, kind=""), page.Cell(name, kind=""), *map(page.Cell, cells)]
+            for policy, name, *cells in table.lines()
+        ]
+        articles.append(page.Article(table.title, "", shown, page.Table(columns, lines)))
     title = f"Acceptance lab: {settings.model}"
     report = page.Page(
         title=title,
@@ -146,18 +151,6 @@ def write(
     written.append(folder / "report.html")
     written[-1].write_text(report.render())
     return written
-
-
-def _article(table: Table, picture: bytes) -> page.Article:
-    data, title = base64.b64encode(picture).decode(), html.escape(table.title)
-    figure = f"<img alt='{title}' style='max-width:100%' src='data:image/png;base64,{data}'>"
-    values = [page.Cell(str(value)) for value in table.values]
-    columns = [page.Cell("policy", kind=""), page.Cell(kind=""), *values]
-    rows = [
-        [page.Cell(policy, kind=""), page.Cell(name, kind=""), *map(page.Cell, cells)]
-        for policy, name, *cells in table.lines()
-    ]
-    return page.Article(table.title, figure=figure, table=page.Table(columns, rows))
 
 
 def draw(table: Table, settings: LabSettings) -> Figure:
@@ -178,7 +171,9 @@ def draw(table: Table, settings: LabSettings) -> Figure:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_locator(FixedLocator(table.values))
         axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_formatter(FuncFormatter(_tick))
+        axis.xaxis.set_major_formatter(
+            lambda at, _: f"{at / 1024:g}K" if at >= 1024 and at % 1024 == 0 else f"{at:g}"
+        )
         axis.tick_params(labelsize=8)
         axis.set_ylim(top=1.005)
         axis.grid(alpha=0.3)
@@ -186,7 +181,3 @@ def draw(table: Table, settings: LabSettings) -> Figure:
     axes[0].legend(fontsize=8, loc="best")
     figure.suptitle(table.title, fontsize=12)
     return figure
-
-
-def _tick(value: float, _) -> str:
-    return f"{value / 1024:g}K" if value >= 1024 and value % 1024 == 0 else f"{value:g}"

@@ -362,11 +362,6 @@ def check_device(device: str) -> None:
 
 
 def load_target(settings: LabSettings) -> Target:
-    """Load the weights.
-
-    Raises:
-        RuntimeError: the lab's attention changes the model's logits.
-    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

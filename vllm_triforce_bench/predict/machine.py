@@ -66,16 +66,6 @@ class Machine:
                 "multiprocessors is unknown; give num_sms"
             )
 
-    @property
-    def attention_bandwidth(self) -> float:
-        """Bytes per second that attention reads."""
-        return self.bandwidth * (self.attention_bandwidth_share or self.bandwidth_share)
-
-    @property
-    def attention_flops(self) -> float:
-        """Operations per second of attention."""
-        return self.flops * (self.attention_flops_share or self.flops_share)
-
     def occupancy(self, num_reqs: int, query_tokens: int, heads: int, kv_heads: int) -> float:
         """Share of the device that attention keeps busy.
 

@@ -10,6 +10,7 @@ ones and the bonus or recovered token.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -111,13 +112,6 @@ class Acceptance:
     def by_level2(self, source: str) -> float:
         return self.draft if source == DRAFT else self.lookup
 
-    def direct(self, source: str) -> float:
-        """Acceptance of level 1's tokens by the full pass.
-
-        Levels 1 and 2 are taken to err independently.
-        """
-        return self.by_level2(source) * self.level2
-
 
 def sources_of(config: ResolvedConfig) -> tuple[str, ...]:
     return tuple(LOOKUP if name == "prompt_lookup" else DRAFT for name in config.sources)
@@ -167,9 +161,13 @@ def pass_seconds(
         2 * layer_experts * model.active_experts * num_tokens / flops,
     )
     pairs = sum(q * c for q, c in zip(tokens, kv_tokens))
+    kv_bandwidth = machine.bandwidth * (
+        machine.attention_bandwidth_share or machine.bandwidth_share
+    )
+    kv_flops = machine.flops * (machine.attention_flops_share or machine.flops_share)
     attention_s = max(
-        sum(kv_tokens) * model.kv_bytes_per_token / machine.attention_bandwidth,
-        4 * model.layers * model.heads * model.head_dim * pairs / machine.attention_flops,
+        sum(kv_tokens) * model.kv_bytes_per_token / kv_bandwidth,
+        4 * model.layers * model.heads * model.head_dim * pairs / kv_flops,
     )
     attention_s /= machine.occupancy(len(tokens), max(tokens), model.heads, model.kv_heads)
     layer_kernels = _LAYER_KERNELS + _MOE_LAYER_KERNELS * (model.experts > 0) + more_kernels
@@ -185,12 +183,11 @@ def tokens_per_step(level2_acceptance: float, num_speculative_tokens: int) -> fl
 
 def acceptance_for(tokens: float, num_speculative_tokens: int) -> float:
     """Return the acceptance at which ``tokens_per_step()`` is ``tokens``."""
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        is_low = tokens_per_step(middle, num_speculative_tokens) < tokens
-        low, high = (middle, high) if is_low else (low, middle)
-    return high
+    steps = 1 << 30
+    place = bisect_left(
+        range(steps), tokens, key=lambda n: tokens_per_step(n / steps, num_speculative_tokens)
+    )
+    return place / steps
 
 
 @cache
@@ -345,7 +342,8 @@ class Predictor:
             gamma, drafts = DIRECT_GAMMA, k
             seconds += self._launch_s(-(-k // DIRECT_GAMMA) * DIRECT_ROUND_KERNELS)
             seconds += k * DRAFTING_KERNELS * has_draft * self.machine.kernel_seconds
-            accepted = acceptance.direct(setting.source)
+            # Levels 1 and 2 are taken to err independently.
+            accepted = acceptance.by_level2(setting.source) * acceptance.level2
         if has_draft:
             seconds += drafts * self.draft_pass(batch, context, gamma)
         return Step(setting, seconds, tokens_per_step(accepted, k) * plain_s / seconds)
