@@ -63,6 +63,7 @@ KEYS = {"model": str(PAIR / "draft"), "retrieval_budget": 256}
 SMOLLM2 = ["--max-model-len", "6400", "--num-gpu-blocks-override", "320", "--max-num-seqs", "8"]
 MAX_MODEL_LEN = {"pair": 4352, "smollm2": 6400}
 BENCH_PROMPTS = 12
+GROWTH = "memory growth (MiB)"
 # Tables, which HTTP has in another form, and what it does not take.
 NOT_SERVED = ("logprobs", "prompt_logprobs", "bad_words_token_ids", "repetition")
 
@@ -186,27 +187,20 @@ class MemoryWatch:
                 self.samples[name].append(process.memory_info().rss)
             await asyncio.sleep(self.interval)
 
-    def growth_mib(self) -> dict[str, float]:
-        """From the least of the second quarter to that of the last, by process.
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Growth from the least of the second quarter to that of the last, and slope, by process.
 
         What leaks is never given back, so it raises the least. A median also rises where more
         samples are taken while a prompt is read, as on a slower machine.
         """
-        found = {}
+        growth, slope = {}, {}
         for name, samples in self.samples.items():
-            quarter = max(1, len(samples) // 4)
-            growth = min(samples[-quarter:]) - min(samples[quarter : 2 * quarter])
-            found[name] = round(growth / 2**20, 1)
-        return found
-
-    def slope_mib(self) -> dict[str, float]:
-        """MiB an hour, of the line through the second half, by process."""
-        found = {}
-        for name, samples in self.samples.items():
-            late = samples[len(samples) // 2 :]
+            quarter, late = max(1, len(samples) // 4), samples[len(samples) // 2 :]
+            least = min(samples[quarter : 2 * quarter])
+            growth[name] = round((min(samples[-quarter:]) - least) / 2**20, 1)
             hours = [self.interval * i / 3600 for i in range(len(late))]
-            found[name] = round(statistics.linear_regression(hours, late).slope / 2**20, 1)
-        return found
+            slope[name] = round(statistics.linear_regression(hours, late).slope / 2**20, 1)
+        return {GROWTH: growth, "memory, second half (MiB an hour)": slope}
 
 
 async def bench(server: Server, model: str, is_over: asyncio.Event) -> int:
@@ -302,8 +296,7 @@ def soak(
         **{
             name: n for name, n in counted.items() if re.fullmatch(r"vllm:triforce_\w+_total", name)
         },
-        "memory growth (MiB)": watch.growth_mib(),
-        "memory, second half (MiB an hour)": watch.slope_mib(),
+        **watch.figures(),
         "seconds": round(seconds, 1),
     }
     return figures, sent
@@ -364,7 +357,7 @@ def main() -> None:
         assert figures["preemptions"], "nothing was preempted: the cache is too large for this load"
     compared, ties = check_answers(args.model, sent[-args.compare :])
     print(f"greedy outputs compared with stock vLLM: {compared}, of which {ties} part at a tie")
-    growth = figures["memory growth (MiB)"]
+    growth = figures[GROWTH]
     assert max(growth.values()) < args.max_growth_mib, growth
 
 

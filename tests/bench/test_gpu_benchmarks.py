@@ -1,4 +1,4 @@
-"""Promise: a GPU session checks answers first, and its plan's steps are what the tools take."""
+"""Promise: a GPU session's comparison of greedy tokens can fail."""
 
 from types import SimpleNamespace
 

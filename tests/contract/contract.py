@@ -156,17 +156,14 @@ def complaints(facts: dict) -> list[str]:
         if its is None or then is None:
             found.append(f"vllm/{file}: the file is gone{_users(*names)}")
         elif not all(names <= set(each.get("asked", "").split()) for each in (its, then)):
-            found.append(f"vllm/{file} {_unknown(facts)}")
+            run = f"run python tools/vllm_facts.py {facts['version']}"
+            found.append(f"vllm/{file} is not in the kept facts: {run}")
         else:
             moved = {**_lost(names, then, its, new), **_changed(then, its)}
             found += [f"vllm/{file}: {name} {how}{_users(name)}" for name, how in moved.items()]
     for each in both:
         found += _skipped(each)
     return found
-
-
-def _unknown(facts: dict) -> str:
-    return f"is not in the kept facts: run python tools/vllm_facts.py {facts['version']}"
 
 
 def _users(*names: str) -> str:

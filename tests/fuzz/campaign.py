@@ -1,5 +1,6 @@
 """Run random streams through random engines, both drawn by hypothesis."""
 
+import argparse
 import json
 import sys
 import time
@@ -9,77 +10,60 @@ from tests.fuzz.replay import script
 from tests.fuzz.settings import settings as settings_strategy
 from tests.fuzz.streams import drawn, streams
 
-STREAMS_PER_ENGINE = 25
 # A pretrained model's streams take as long as many of the others.
 OF_SMOLLM2 = 5
-SHRINK_SECONDS = 60
 # Of a right distribution once in a hundred thousand runs; looked at after every engine.
 LEAST_P_VALUE = 1e-5
 
 
 class Campaign:
-    """Fuzz until a deadline or a number of engines.
+    """Fuzz until a deadline or a number of engines; for Runner V2 in a process of its environment.
 
     Args:
-        runner: "v1" or "v2"; for v2 this process must have been started for it.
-        shrink_seconds: for each kind of fault; 0 keeps what was found as it is.
-        is_control: stock vLLM in TriForce's place, which must show no fault.
-        model: for all engines; None draws one for each.
-        connectors: whether half of the engines have a KV connector.
+        args: of the command.
     """
 
-    def __init__(
-        self,
-        runner: str,
-        number: int,
-        shrink_seconds: float = SHRINK_SECONDS,
-        is_control: bool = False,
-        model: str | None = None,
-        connectors: bool = False,
-    ) -> None:
-        self._settings = settings_strategy(runner, model, connectors)
-        self.runner, self.number, self._is_control = runner, number, is_control
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
         self.judge = Judge()
         self.found: dict[str, dict] = {}
         """Of each kind of fault: how it first showed, and how often."""
         self.num_engines = 0
         self.refused: list[str] = []
-        self._shrink_seconds = shrink_seconds
         self._begun = time.monotonic()
-        self._checked_s = 0.0
 
-    def run(self, seconds: float, per_engine: int = STREAMS_PER_ENGINE, most: int = 10**6) -> None:
+    def run(self) -> None:
         """Fuzz; the time includes shrinking."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self.num_engines < most:
-            for chosen in self._drawn(self._settings, 8):
-                if time.monotonic() > deadline or self.num_engines >= most:
+        args, deadline = self._args, time.monotonic() + 60 * self._args.minutes
+        settings = settings_strategy(args.runner, args.model, args.connectors)
+        while time.monotonic() < deadline and self.num_engines < args.most_engines:
+            for chosen in self._drawn(settings, 8):
+                if time.monotonic() > deadline or self.num_engines >= args.most_engines:
                     break
-                if self._is_control:
+                if args.control:
                     # Stock's own Runner V1 mixes requests' thinking budgets up (patches/README.md).
                     engine = {k: v for k, v in chosen["engine"].items() if k != "reasoning"}
                     chosen = chosen | {"triforce": None, "engine": engine}
-                self._one_engine(chosen, deadline, per_engine)
+                self._one_engine(chosen, deadline)
 
-    def _one_engine(self, chosen: dict, deadline: float, per_engine: int) -> None:
+    def _one_engine(self, chosen: dict, deadline: float) -> None:
         self.num_engines += 1
         running = self._start(chosen)
         if running is None:
             return
+        count = self._args.per_engine
         if chosen["model"] == "smollm2":
-            per_engine = max(1, per_engine // OF_SMOLLM2)
-        for stream in self._drawn(streams(chosen, self.runner), per_engine):
+            count = max(1, count // OF_SMOLLM2)
+        for stream in self._drawn(streams(chosen, self._args.runner), count):
             if self.judge.counts["driven"] and time.monotonic() > deadline:
                 break
             if running is None and (running := self._start(chosen)) is None:
                 break
-            stream_seed = self.number * 1_000_000 + self.judge.counts["driven"]
+            stream_seed = self._args.seed * 1_000_000 + self.judge.counts["driven"]
             self.judge.counts["driven"] += 1
-            begun = time.monotonic()
             faults = self.judge.check(running, stream, stream_seed)
-            self._checked_s += time.monotonic() - begun
             is_new = any(fault.kind not in self.found for fault in faults)
-            if any(fault.ends_engine for fault in faults) or (is_new and self._shrink_seconds):
+            if any(fault.ends_engine for fault in faults) or (is_new and self._args.shrink_seconds):
                 # Shrinking starts engines, and ending those takes the process groups from others.
                 running.end()
                 running = None
@@ -113,9 +97,9 @@ class Campaign:
             "first after seconds": round(seconds),
             "what": fault.what,
         }
-        if stream and self._shrink_seconds:
+        if stream and self._args.shrink_seconds:
             stream = self._shrunk(chosen, stream, stream_seed, fault)
-        print(script(chosen, stream, stream_seed, fault, self.runner), flush=True)
+        print(script(chosen, stream, stream_seed, fault, self._args.runner), flush=True)
 
     def _shrunk(
         self, chosen: dict, stream: list[dict], stream_seed: int, fault: Fault
@@ -124,7 +108,7 @@ class Campaign:
 
         Each try may need a fresh engine, which takes seconds: hypothesis would take hundreds.
         """
-        deadline = time.monotonic() + self._shrink_seconds
+        deadline = time.monotonic() + self._args.shrink_seconds
         running: Running | None = None
         size = len(stream) // 2
         while size:
@@ -149,7 +133,7 @@ class Campaign:
 
     def _drawn(self, strategy, count: int) -> list:
         """Examples of hypothesis, new ones at each call."""
-        number = (self.number, self.num_engines, self.runner == "v1", count)
+        number = (self._args.seed, self.num_engines, self._args.runner == "v1", count)
         return drawn(strategy, count, number)
 
     def report(self) -> dict:
@@ -157,14 +141,11 @@ class Campaign:
         judge, seconds = self.judge, time.monotonic() - self._begun
         pools = judge.distribution.pools
         return {
-            "runner": self.runner,
+            "runner": self._args.runner,
             "seconds": round(seconds),
             "engines": self.num_engines,
             "engines that did not start": self.refused,
             "streams driven": judge.counts["driven"],
-            "streams a minute, engine starts and shrinking left out": round(
-                60 * judge.counts["driven"] / max(self._checked_s, 1e-9)
-            ),
             "requests": judge.counts["requests"],
             "left by the client": judge.counts["aborted"],
             "tokens": judge.counts["tokens"],

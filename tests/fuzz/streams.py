@@ -67,16 +67,11 @@ def streams(draw, settings: dict, runner: str = "v1", most: int | None = None) -
     # A turn comes as soon as the last one is answered, and meanwhile its session holds blocks
     # though it does not run: stock vLLM's scheduler ends at a reset ("Failed to reset KV cache").
     may_reset = draw(st.booleans())
-    # The most usual requests, in which a difference of acceptance shows best.
-    are_plain = max_model_len_of(settings) > SHORT and draw(st.booleans())
     requests: list[dict] = []
     room = PROMPT_TOKENS[max_model_len_of(settings)] if runner == "v1" else 5 * 330
     longest = 2 * room // most if is_crowd else room
     for _ in range(draw(st.integers(most // 2 if is_crowd else 2, most))):
-        if are_plain:
-            request = _plain(draw, min(room, longest), settings)
-        else:
-            request = draw(_requests(settings, runner, requests, min(room, longest), may_reset))
+        request = draw(_requests(settings, runner, requests, min(room, longest), may_reset))
         room -= request["prompt"]["length"] * request["params"].get("n", 1)
         if room < 0 and len(requests) > 1:
             break
@@ -130,17 +125,6 @@ def _requests(
     return request
 
 
-def _plain(draw, room: int, settings: dict) -> dict:
-    prompt = _of_magnitude(draw, [1000, 5000], room, settings)
-    tokens = MAX_TOKENS if settings["model"] == "smollm2" else 2 * MAX_TOKENS
-    params = {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
-    if draw(st.sampled_from([False, False, True])):
-        params["temperature"] = 0
-    elif may_have_seeds(settings) and draw(st.booleans()):
-        params["seed"] = draw(st.integers(0, 2**31 - 1))
-    return {"prompt": prompt, "params": params, "arrive": draw(st.integers(0, 3))}
-
-
 def _session(draw, prompt: dict, params: dict, settings: dict) -> dict:
     """A greedy request with input in pieces, each sent when the last one is answered."""
     if draw(st.booleans()):
@@ -158,18 +142,14 @@ def _session(draw, prompt: dict, params: dict, settings: dict) -> dict:
     return {"prompt": first, "params": params, "arrive": arrive, "turns": turns}
 
 
-def _of_magnitude(draw, magnitudes: list[int], room: int, settings: dict) -> dict:
-    """Of one of the magnitudes or as long as may be; from few places: beginnings are read once."""
-    longest = max_model_len_of(settings) - 2 * MAX_TOKENS
-    most = max(50, min(draw(st.sampled_from([*magnitudes, longest])), room))
-    start = 1000 * draw(st.integers(0, 1 if settings["model"] == "smollm2" else 3))
-    return {"kind": "text", "start": start, "length": draw(st.integers(most // 2, most))}
-
-
 def _prompt(draw, settings: dict, runner: str, room: int) -> dict:
     """Lengths of any size, or around the end of a block or of the context."""
     if max_model_len_of(settings) > SHORT:
-        return _of_magnitude(draw, [100, 600, 2000, 5000], room, settings)
+        # Of a magnitude or as long as may be; from few places: beginnings are read once.
+        longest = max_model_len_of(settings) - 2 * MAX_TOKENS
+        most = max(50, min(draw(st.sampled_from([100, 600, 2000, 5000, longest])), room))
+        start = 1000 * draw(st.integers(0, 1 if settings["model"] == "smollm2" else 3))
+        return {"kind": "text", "start": start, "length": draw(st.integers(most // 2, most))}
     block_size = settings["engine"]["block_size"]
     # Shorter than the default budget, a context is read whole by level 2.
     has_budget = "retrieval_budget" in (settings["triforce"] or {})

@@ -85,8 +85,12 @@ def test_a_fault_of_sampling_is_caught_by_the_distribution():
     running.end()
 
 
-def fuzzed(runner: str, num_streams: int) -> dict:
-    """The report of a short run with one engine in a process of its own."""
+@pytest.mark.parametrize(
+    "runner, num_streams",
+    [("v1", 3), pytest.param("v2", 1, marks=[pytest.mark.thorough, needs_interpreter])],
+)
+def test_short_run(runner, num_streams):
+    """With one engine, in a process of its own."""
     environment = v2_environment() if runner == "v2" else {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.fuzz", "--runner", runner, "--shrink-seconds", "0"]
     command += ["--minutes", "9", "--most-engines", "1", "--per-engine", str(num_streams)]
@@ -94,17 +98,7 @@ def fuzzed(runner: str, num_streams: int) -> dict:
     report = json.loads(printed[printed.rindex("\n{\n") :])
     assert not report["faults"]
     assert not report["engines that did not start"], report
-    return report
-
-
-def test_short_run():
-    assert fuzzed("v1", 3)["streams driven"] == 3
-
-
-@pytest.mark.thorough
-@needs_interpreter
-def test_short_run_on_runner_v2():
-    assert fuzzed("v2", 1)["streams driven"] == 1
+    assert report["streams driven"] == num_streams
 
 
 def test_an_excluded_token_is_found():
