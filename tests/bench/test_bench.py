@@ -181,7 +181,7 @@ def test_decode_speed_and_latencies_of_a_batch():
         (end, None, Thing(num_generation_tokens=count, **dict(zip(LATENCIES, its))))
         for end, count, its in zip((1.0, 1.2, 1.5, 2.5, 3.0), (2, 0, 3, 2, 5), times)
     ]
-    found = Decoded([], steps, 3.0)
+    found = Decoded([], [(0.5, None, None), *steps], 3.0)
     assert found.decode_tokens_per_second == pytest.approx((3 + 2 + 5) / 2.0)
     assert found.time_to_first_token_s == [0.9, 1.0]
     assert found.inter_token_latency_s == [0.5, 1.0, 2.0]

@@ -31,7 +31,7 @@ class StepRecorder(StatLoggerBase):
 
     def __init__(self, vllm_config=None, engine_index: int = 0) -> None:
         self.steps: list[tuple[float, Any, Any]] = []
-        """End, ``SchedulerStats`` and ``IterationStats`` of each step."""
+        """End, ``SchedulerStats`` and ``IterationStats`` of each step; None without outputs."""
 
     def record(
         self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx: int = 0
@@ -55,13 +55,18 @@ class Decoded:
         return [list(output.outputs[0].token_ids) for output in self.outputs]
 
     @property
+    def iterations(self) -> list[tuple[float, Any]]:
+        """Ends and statistics of steps with outputs."""
+        return [(end, stats) for end, _, stats in self.steps if stats is not None]
+
+    @property
     def time_to_first_token_s(self) -> list[float]:
-        return [s for _, _, stats in self.steps for s in stats.time_to_first_tokens_iter]
+        return [s for _, stats in self.iterations for s in stats.time_to_first_tokens_iter]
 
     @property
     def inter_token_latency_s(self) -> list[float]:
         """Times between two outputs of a request, as ``vllm bench serve`` counts."""
-        return [s for _, _, stats in self.steps for s in stats.inter_token_latencies_iter]
+        return [s for _, stats in self.iterations for s in stats.inter_token_latencies_iter]
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -70,7 +75,7 @@ class Decoded:
         Raises:
             ValueError: all tokens arrived at once.
         """
-        ends = [(end, n) for end, _, stats in self.steps if (n := stats.num_generation_tokens)]
+        ends = [(end, n) for end, stats in self.iterations if (n := stats.num_generation_tokens)]
         if len(ends) < 2:
             raise ValueError("all tokens arrived in one step; ask for more --tokens")
         return sum(count for _, count in ends[1:]) / (ends[-1][0] - ends[0][0])
