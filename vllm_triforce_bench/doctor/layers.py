@@ -129,7 +129,7 @@ def memory(vllm_config, layers: Layers, copy_bytes: int) -> dict[str, Any]:
     retrieving = {name: _sharded(layer, layers.ranks) for name, layer in layers.retrieving.items()}
     fixed_bytes, share = 0, 0.0
     if not config.is_plain:
-        drafts = {}
+        drafts: dict[str, SimpleNamespace] = {}
         if draft_model:  # read off its configuration; the draft is not built
             model = vllm_config.speculative_config.draft_model_config
             parallel = vllm_config.speculative_config.draft_parallel_config
