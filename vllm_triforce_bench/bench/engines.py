@@ -129,8 +129,7 @@ class Engine:
         )
         self.recorder.steps.clear()
         begin = time.perf_counter()
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(inputs, sampling, use_tqdm=False)
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
         steps = list(self.recorder.steps)
         return Decoded(outputs, steps, steps[-1][0] - begin)
 

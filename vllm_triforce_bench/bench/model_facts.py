@@ -44,7 +44,7 @@ def _read(option: str, model: str, keys: Mapping[str, Any]) -> "ModelConfig":
         raise BadInput(f"{option} {model}: cannot be read ({error})") from error
 
 
-def served_dtypes(target: "ModelConfig", dtypes: Sequence[str]) -> list[str]:
+def served_dtypes(target: "ModelConfig", dtypes: Sequence[str]) -> list:
     """Replace ``auto`` by the dtype in which vLLM serves the model.
 
     Raises:

@@ -132,9 +132,9 @@ def terminal_table(rows: Sequence[dict], line: Line, columns: Sequence[str]) -> 
         table.add_row(f"[bold]{cell}")
         for row in here:
             texts = []
-            for cell in (line(row)[name] for name in columns):
-                text = f"{cell.text} ({cell.small})" if cell.small else cell.text
-                style = _TERMINAL_STYLES.get(cell.kind)
+            for its in (line(row)[name] for name in columns):
+                text = f"{its.text} ({its.small})" if its.small else its.text
+                style = _TERMINAL_STYLES.get(its.kind)
                 texts.append(f"[{style}]{text}[/]" if style else text)
             table.add_row(*texts)
     return table

@@ -369,7 +369,7 @@ class Predictor:
             ``acceptance`` of the proposed tokens by the full pass.
         """
         plain_s = self.step(STOCK, context, batch, acceptance).seconds
-        points = []
+        points: list[dict[str, Any]] = []
         for setting in among:
             tokens = self.step(setting, context, batch, acceptance).seconds / plain_s
             if tokens <= setting.num_tokens + 1:
