@@ -106,14 +106,23 @@ def test_a_folder_is_its_texts_in_order(tmp_path):
 FOUR_PROMPTS = asked(batch_sizes=[1, 2], repetitions=2, contexts=[10])
 
 
-def test_each_request_and_repetition_has_another_stretch():
-    tokens = list(range(100))
-    cut = prompts.stretches(tokens, num_prompts=4, longest=10, bos_token_id=0)
+def test_each_request_and_repetition_has_another_stretch(tmp_path):
+    class Tokenizer:
+        bos_token_id = 0
+
+        def __call__(self, text):
+            return {"input_ids": list(range(100))}
+
+    (tmp_path / "text").write_text("a text")
+    given, tokenizer = dict(dataset_name=None, prompts=str(tmp_path / "text")), Tokenizer()
+    cut = prompts.source(replace(FOUR_PROMPTS, **given), tokenizer, 2048)
     found = cut.take(10, 0, 2) + cut.take(10, 2, 2)
     assert [prompt[1] for prompt in found] == [1, 31, 61, 91]  # evenly spread, to the end
     assert all(prompt[0] == 0 and len(prompt) == 10 for prompt in found)  # behind the first token
-    cut = prompts.stretches(tokens, num_prompts=4, longest=10, bos_token_id=None)
-    assert cut.take(10, 2, 1) == [tokens[60:70]] and cut.take(5, 2, 1) == [tokens[60:65]]
+    tokenizer.bos_token_id = None
+    cut = prompts.source(replace(FOUR_PROMPTS, **given), tokenizer, 2048)
+    assert cut.take(10, 2, 1) == [list(range(60, 70))]
+    assert cut.take(5, 2, 1) == [list(range(60, 65))]
 
 
 def test_vllms_random_dataset_without_a_network(pair):

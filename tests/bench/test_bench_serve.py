@@ -18,7 +18,7 @@ from tests.models import PROMPTS, ROOT
 from vllm_triforce_bench.bench import measurement, methods, serve, serve_report, server
 from vllm_triforce_bench.bench.grid import PairedSet, groups, whole_sets
 from vllm_triforce_bench.bench.methods import CONTROL_VARIANT, Variant
-from vllm_triforce_bench.bench.prompts import stretches
+from vllm_triforce_bench.bench.prompts import Prompts
 from vllm_triforce_bench.console import Progress
 
 STOCK, OURS = methods.variants(["stock", "triforce"], [1024], "T", None, {})
@@ -65,7 +65,7 @@ def test_servers_start_in_both_orders_and_turns_alternate(monkeypatch, tmp_path)
     monkeypatch.setattr(serve, "_REST_S", 0)
     settings = traffic(contexts=[8], kv_cache_gib=1)
     kept = measurement.Store(tmp_path, {})
-    source = stretches(list(range(100)), settings.num_prompts, 8, None)
+    source = Prompts([[number] for number in range(settings.num_prompts)])
     parts = (settings, groups([STOCK, OURS, CONTROL_VARIANT], 2), kept, source)
     with Progress(Console(file=io.StringIO())) as progress:
         loop = serve.Measurement(*parts, None, None, progress)

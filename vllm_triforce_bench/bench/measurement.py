@@ -40,7 +40,17 @@ class Store:
             raise BadInput(f"--output {folder} is not a folder")
         if file.exists():
             earlier = json.loads(file.read_text())
-            _check_equal(folder, earlier["arguments"], self._arguments)
+            there, here = earlier["arguments"], self._arguments
+            differences = [
+                f"{name} {json.dumps(there.get(name))} there, {json.dumps(here.get(name))} here"
+                for name in sorted(there.keys() | here.keys())
+                if there.get(name) != here.get(name)
+            ]
+            if differences:
+                raise BadInput(
+                    f"--output {folder} holds measurements made with other arguments "
+                    f"({'; '.join(differences)}); give the same ones, or another folder"
+                )
             self._settled = earlier["settled"]
         elif measurements.exists():
             raise BadInput(f"--output {folder} has {MEASUREMENTS} but no {ARGUMENTS}; use another")
@@ -75,19 +85,6 @@ class Store:
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(self.folder / ARGUMENTS)
-
-
-def _check_equal(folder: Path, earlier: dict, arguments: dict) -> None:
-    differences = [
-        f"{name} {json.dumps(earlier.get(name))} there, {json.dumps(arguments.get(name))} here"
-        for name in sorted(earlier.keys() | arguments.keys())
-        if earlier.get(name) != arguments.get(name)
-    ]
-    if differences:
-        raise BadInput(
-            f"--output {folder} holds measurements made with other arguments "
-            f"({'; '.join(differences)}); give the same ones, or another folder"
-        )
 
 
 @dataclass

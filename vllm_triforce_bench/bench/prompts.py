@@ -60,24 +60,10 @@ class Prompts:
         return max(self.texts, key=len)[: context or None]
 
 
-def stretches(
-    tokens: list[int], num_prompts: int, longest: int, bos_token_id: int | None
-) -> Prompts:
-    """Cut prompts that begin evenly spread over one text.
-
-    Args:
-        tokens: of the text; if they begin with ``bos_token_id``, so does each prompt.
-        longest: tokens of the longest context; shorter ones begin at the same places.
-    """
-    stride = (len(tokens) - longest) // max(1, num_prompts - 1)
-    texts = [tokens[i * stride :][:longest] for i in range(num_prompts)]
-    if tokens[0] == bos_token_id:
-        texts = [[bos_token_id, *text[1:]] for text in texts]
-    return Prompts(texts)
-
-
 def source(settings: Settings, tokenizer, max_context: int) -> Prompts:
-    """Read the prompts.
+    """Read a dataset's own prompts, or cut prompts that begin evenly spread over one text.
+
+    Shorter contexts begin at the same places.
 
     Args:
         max_context: positions of the model; a dataset's longer prompts are left out.
@@ -87,11 +73,6 @@ def source(settings: Settings, tokenizer, max_context: int) -> Prompts:
     """
     if settings.has_own_prompts:
         return _own_prompts(settings, tokenizer, max_context)
-    return _stretches(settings, tokenizer)
-
-
-def _stretches(settings: Settings, tokenizer) -> Prompts:
-    """Read the text that prompts are cut from."""
     longest, num_prompts = max(settings.contexts), settings.num_prompts
     if settings.prompts is not None:
         source = settings.prompts
@@ -112,7 +93,11 @@ def _stretches(settings: Settings, tokenizer) -> Prompts:
             f"{source} has {len(tokens)} tokens; {num_prompts} different prompts of {longest} need "
             f"{needed}: use a longer text, or lower --contexts, --batch-sizes or --repetitions"
         )
-    return stretches(tokens, num_prompts, longest, tokenizer.bos_token_id)
+    stride = (len(tokens) - longest) // max(1, num_prompts - 1)
+    texts = [tokens[i * stride :][:longest] for i in range(num_prompts)]
+    if tokens[0] == tokenizer.bos_token_id:
+        texts = [[tokens[0], *text[1:]] for text in texts]
+    return Prompts(texts)
 
 
 def _own_prompts(settings: Settings, tokenizer, max_context: int) -> Prompts:

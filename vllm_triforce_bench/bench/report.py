@@ -142,9 +142,13 @@ def terminal_table(rows: Sequence[dict], line: Line, columns: Sequence[str]) -> 
 
 def machine() -> dict[str, str]:
     """Facts that measurements must share to be compared."""
+    root, commit = Path(vllm_triforce.__file__).parents[1], "that of the version"
+    if (root / ".git").exists() and shutil.which("git"):  # a checkout
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return {
         "vllm-triforce": vllm_triforce.__version__,
-        "commit": _commit(),
+        "commit": commit,
         "vLLM": vllm.__version__,
         "device": _cpu_name() if current_platform.is_cpu() else torch.cuda.get_device_name(),
         "cores": f"{len(os.sched_getaffinity(0))}",
@@ -165,14 +169,6 @@ def environment(argv: list[str]) -> dict[str, str]:
         "preloaded": " ".join(Path(path).name for path in preloaded if path) or "nothing",
         "command": shlex.join(["vllm-triforce", *argv]),
     }
-
-
-def _commit() -> str:
-    root = Path(vllm_triforce.__file__).parents[1]
-    if not (root / ".git").exists() or shutil.which("git") is None:
-        return "that of the version"
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def _cpu_name() -> str:

@@ -94,6 +94,10 @@ def running(variant: Variant, model: str, arguments: dict[str, Any], log: Path) 
 
 def start(words: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
     """Start a process that ends with this one, in a group of its own."""
+
+    def end_with_parent() -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as out:
         return subprocess.Popen(
@@ -103,7 +107,7 @@ def start(words: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform.startswith("linux") else None,
+            preexec_fn=end_with_parent if sys.platform.startswith("linux") else None,
         )
 
 
@@ -169,10 +173,6 @@ def wait_until_healthy(server: Server) -> None:
             return
         time.sleep(0.5)
     raise server.failed(f"does not answer after {_START_LIMIT_S} s")
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def stop(process: subprocess.Popen) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_triforce_bench.options import BadInput, CommaList, NotNegative, Share, checked
-from vllm_triforce_bench.predict.machine import MACHINES, Machine, named_machine
+from vllm_triforce_bench.predict.machine import MACHINES, named_machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     try:
-        results = _examine(args)
+        results = examine(args)
     except BadInput as error:
         args.fail(str(error))
     from vllm_triforce_bench.doctor.report import write_report
@@ -70,7 +70,16 @@ def run(args: argparse.Namespace) -> int:
     return {True: 0, False: 1, None: 3}[results["runs"]]
 
 
-def _examine(args: argparse.Namespace) -> dict[str, Any]:
+def examine(args: argparse.Namespace) -> dict[str, Any]:
+    """Read a running server, or check the installation, then the model, as far as checks succeed.
+
+    Returns:
+        The content of ``--json``.
+
+    Raises:
+        BadInput: options do not fit each other, there is no such model or server, or vLLM's parser
+            rejects the engine's options.
+    """
     if args.url is not None:
         from vllm_triforce_bench.doctor.server import examine_server
 
@@ -86,22 +95,9 @@ def _examine(args: argparse.Namespace) -> dict[str, Any]:
         not args.model or args.argv.index(args.more[0]) < args.argv.index(args.model)
     ):
         raise BadInput(f"{args.more[0]} comes before MODEL; give the model, then such options")
-    return examine(args.model, args.more, machine, args.acceptances)
-
-
-def examine(
-    model: str | None, options: list[str], machine: Machine | None, acceptances: list[float]
-) -> dict[str, Any]:
-    """Check the installation, then the model with these options, as far as checks succeed.
-
-    Returns:
-        The content of ``--json``.
-
-    Raises:
-        BadInput: there is no such model, or vLLM's parser rejects the options.
-    """
     from vllm_triforce_bench.doctor.installation import installation
 
+    model, options = args.model, args.more
     results: dict[str, Any] = {"installation": installation()}
     results["runs"] = results["installation"]["refusal"] is None
     if model is None or not results["runs"]:
@@ -136,11 +132,11 @@ def examine(
         results["layers"]["refusal"] = NO_SPARSE_LAYER
         return results
     results["memory"] = memory(vllm_config, layers, copy_bytes)
-    results["prediction"] = predict(
-        vllm_config, layers, copy_bytes, machine, acceptances, partial(print, file=sys.stderr)
-    )
-    results["prediction"]["is_asked_for"] = machine is not None
-    if choice := results["prediction"].get("choice"):
+    say = partial(print, file=sys.stderr)
+    prediction = predict(vllm_config, layers, copy_bytes, machine, args.acceptances, say)
+    results["prediction"] = prediction
+    prediction["is_asked_for"] = machine is not None
+    if choice := prediction.get("choice"):
         keys = {each["key"]: each["value"] for each in choice["keys"] if each["value"] != HEAD}
         choice["command"] = command(model, options, keys)
     return results

@@ -29,8 +29,20 @@ def engine(model: str, options: list[str]) -> tuple[dict[str, Any], Any]:
     except BadInput:
         raise
     except Exception as error:  # any error that would end `vllm serve` is the refusal
-        refusal = _message_of(error) + _hint(error)
-        return {"model": model, "refusal": refusal, **_refused_by(model, options)}, None
+        refusal = _message_of(error)
+        if "failed to be inspected" in refusal and find_spec("torchvision") is None:
+            # The model's own error stays in another process.
+            refusal += (
+                " [models that take images need torchvision to be looked at, which is not "
+                "installed here; TriForce takes text alone, with --language-model-only]"
+            )
+        results = {"model": model, "refusal": refusal, "refused_by": "vllm-triforce"}
+        try:
+            _configure(model, options, None)
+        except Exception as stock_error:
+            reason = _message_of(stock_error)
+            results |= {"refused_by": "vLLM", "refusal_without_triforce": reason}
+        return results, None
     finally:
         logger.removeHandler(handler)
     warnings = [record.getMessage() for record in handler.buffer]
@@ -54,24 +66,6 @@ def _configure(model: str, options: list[str], method: str | None):
     else:
         args.speculative_model = method
     return EngineArgs.from_cli_args(args).create_engine_config()
-
-
-def _refused_by(model: str, options: list[str]) -> dict[str, Any]:
-    try:
-        _configure(model, options, None)
-    except Exception as error:
-        return {"refused_by": "vLLM", "refusal_without_triforce": _message_of(error)}
-    return {"refused_by": "vllm-triforce"}
-
-
-def _hint(error: Exception) -> str:
-    """Explain a failed inspection of a model, whose own error stays in another process."""
-    if "failed to be inspected" in str(error) and find_spec("torchvision") is None:
-        return (
-            " [models that take images need torchvision to be looked at, which is not installed "
-            "here; TriForce takes text alone, with --language-model-only]"
-        )
-    return ""
 
 
 def _message_of(error: Exception) -> str:

@@ -79,7 +79,14 @@ def predict(
     )
     longest = vllm_config.model_config.max_model_len
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    contexts = {n: _contexts(predictor, longest, n) for n in _BATCHES if n <= max_num_seqs}
+    # Powers of two, then the longest context, as far as they fit the machine's memory.
+    powers = (_MIN_CONTEXT << n for n in range(longest.bit_length()))
+    lengths = [*(length for length in powers if length < longest), longest]
+    contexts = {
+        batch: [length for length in lengths if predictor.fits(length, batch)]
+        for batch in _BATCHES
+        if batch <= max_num_seqs
+    }
     results = {
         "machine": machine.name,
         "assumed": {
@@ -124,13 +131,6 @@ def _this_machine(say: Callable[[str], None]) -> Machine:
             "file with its figures (docs/doctor.md)"
         )
     return machine
-
-
-def _contexts(predictor: Predictor, longest: int, batch: int) -> list[int]:
-    """Return powers of two, then the longest context, as far as they fit the machine's memory."""
-    powers = (_MIN_CONTEXT << n for n in range(longest.bit_length()))
-    contexts = [*(context for context in powers if context < longest), longest]
-    return [context for context in contexts if predictor.fits(context, batch)]
 
 
 def _among(config: ResolvedConfig, context: int) -> list[Setting]:
@@ -232,8 +232,13 @@ def _choose(
         candidates = [candidate for candidate in candidates if candidate[0] != best[0]]
     has_no_draft = draft is None and "1" in config.levels
     if has_no_draft and supports_eagle3(get_model_cls(vllm_config.model_config)):
+        # An EAGLE-3 head of the target's sizes.
+        target = predictor.model
+        inner = target.inner * max(1, target.active_experts) + target.shared_inner
+        layer = replace(target, layers=1, inner=inner, experts=0, shared_inner=0)
+        head = layer.as_head(int(target.vocab * _HEAD_VOCAB_SHARE), target.hidden)
         with_head = {
-            "predictor": replace(present["predictor"], draft=_head_of(predictor.model)),
+            "predictor": replace(present["predictor"], draft=head),
             "acceptance": replace(present["acceptance"], draft=HEAD_ACCEPTANCE),
             "sources": (steps.DRAFT, *present["sources"]),
         }
@@ -266,13 +271,6 @@ def _copies(
             "acceptance": replace(acceptance, copy_rejections=rejections),
         }
         yield "level2_model", name, with_copy
-
-
-def _head_of(target: Geometry) -> Geometry:
-    """Return an EAGLE-3 head of the target's sizes."""
-    inner = target.inner * max(1, target.active_experts) + target.shared_inner
-    layer = replace(target, layers=1, inner=inner, experts=0, shared_inner=0)
-    return layer.as_head(int(target.vocab * _HEAD_VOCAB_SHARE), target.hidden)
 
 
 def command(model: str, options: list[str], keys: dict[str, Any]) -> str:

@@ -178,25 +178,22 @@ def _prediction(results: dict[str, Any]) -> Rows:
             yield f"{batch} x {point['context']:,}", "".join(cells)
     if "choice" in results:
         yield None, ""
-        yield from _choice(results["choice"])
+        choice = results["choice"]
+        yield "choose", choice["command"]
+        place = f"at 1 x {choice['context']:,} and {choice['acceptance']:g}"
+        if not choice["keys"]:
+            yield "", f"{choice['speedup']:.2f}x {place}; no key is predicted to add 5 %"
+        for key in choice["keys"]:
+            what = f"{key['from']:.2f}x -> {key['to']:.2f}x {place}"
+            if key["key"] == "model":
+                what += (
+                    f", by an EAGLE-3 head of this target with {choice['head_acceptance']:g} of "
+                    "its tokens accepted by level 2; none is named here"
+                )
+            yield f"  {key['key']}", what
 
 
 _ROUTES = {"lookup": "prompt lookup", "draft": "draft or head", "levels": "levels 1 and 2"}
-
-
-def _choice(choice: dict[str, Any]) -> Rows:
-    yield "choose", choice["command"]
-    place = f"at 1 x {choice['context']:,} and {choice['acceptance']:g}"
-    if not choice["keys"]:
-        yield "", f"{choice['speedup']:.2f}x {place}; no key is predicted to add 5 %"
-    for key in choice["keys"]:
-        what = f"{key['from']:.2f}x -> {key['to']:.2f}x {place}"
-        if key["key"] == "model":
-            what += (
-                f", by an EAGLE-3 head of this target with {choice['head_acceptance']:g} of its "
-                "tokens accepted by level 2; none is named here"
-            )
-        yield f"  {key['key']}", what
 
 
 def verdict(results: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import TopPLogitsWarper
@@ -37,38 +36,32 @@ def read_contexts(tokenizer, settings: LabSettings) -> list[Context]:
     """
     special = tokenizer.encode("")
     prefix = [] if special == [tokenizer.eos_token_id] else special  # T5-like ones end with it
-    texts = [_read(path, tokenizer, settings) for path in settings.text]
+    texts: list[list[int]] = []
+    for path in settings.text:
+        texts.append(tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False))
+        if len(texts[-1]) < settings.num_tokens:
+            raise ValueError(
+                f"text {str(path)!r} has {len(texts[-1])} tokens, fewer than the "
+                f"{settings.num_tokens} of the longest context and its replay; use a longer text "
+                "or shorter contexts"
+            )
     # One copy of the target at a time is in memory.
     replays = sorted(settings.replays(), key=lambda each: settings.copies.index(each.copy))
     contexts = []
     for length in sorted({replay.context for replay in replays}):
         for stretch in range(settings.stretches):
-            ids, end = _end_of(stretch, texts, settings)
+            # Of each text, ends of prompts are spread evenly.
+            turn, number = divmod(stretch, len(texts))
+            num_turns, ids = len(range(number, settings.stretches, len(texts))), texts[number]
+            room = len(ids) - settings.num_tokens
+            last = len(ids) - settings.replay_tokens - 1
+            end = last - (num_turns - 1 - turn) * room // max(1, num_turns - 1)
             prompt = [*prefix, *ids[end - length + len(prefix) : end]]
             count = settings.replay_tokens
             replayed = ids[end : end + count] if settings.replay == "text" else count
             at_length = [replay for replay in replays if replay.context == length]
             contexts.append(Context(prompt, replayed, at_length, stretch))
     return contexts
-
-
-def _read(path: Path, tokenizer, settings: LabSettings) -> list[int]:
-    ids = tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False)
-    if len(ids) < settings.num_tokens:
-        raise ValueError(
-            f"text {str(path)!r} has {len(ids)} tokens, fewer than the {settings.num_tokens} of "
-            "the longest context and its replay; use a longer text or shorter contexts"
-        )
-    return ids
-
-
-def _end_of(stretch: int, texts: list[list[int]], settings: LabSettings) -> tuple[list[int], int]:
-    """Return a text, and the end of a stretch's prompt in it; ends are spread evenly."""
-    turn, number = divmod(stretch, len(texts))
-    num_turns = len(range(number, settings.stretches, len(texts)))
-    last = len(texts[number]) - settings.replay_tokens - 1
-    room = len(texts[number]) - settings.num_tokens
-    return texts[number], last - (num_turns - 1 - turn) * room // max(1, num_turns - 1)
 
 
 def measure_context(target: Target, context: Context, settings: LabSettings) -> Iterator[dict]:
