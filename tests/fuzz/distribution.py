@@ -13,14 +13,12 @@ import torch
 from tests.asked import only, sampled_from, shaped, target_logits
 from tests.calibration import p_values
 from tests.fuzz.drive import Answer
-from tests.fuzz.models import target_of, token_of_character, tokens_of
+from tests.fuzz.models import VOCAB_SIZE, target_of, token_of_character, tokens_of
 from tests.fuzz.streams import END
 
 # How far rounding may move a probability that a parameter cuts at.
 EDGE = 1e-3
 LEAST_TOKENS = 200
-# Of tokens, by which they are named.
-NUM_RANKS = 32
 # Of prompts that transformers' model reads again.
 LONGEST_PROMPT = {"pair": 3000, "small": 3000, "mimo": 3000, "smollm2": 600}
 TESTS = ("frequency", "spread", "surprise")
@@ -64,7 +62,7 @@ def _is_near_a_cut(params: dict) -> bool:
 
 
 class Pool:
-    """Tokens drawn so far, named by their rank, and the distributions that were asked for."""
+    """Tokens drawn so far, of large vocabularies by their rank, and the distributions asked for."""
 
     def __init__(self) -> None:
         self._drawn: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -78,20 +76,22 @@ class Pool:
         own = probs.gather(1, tokens[:, None])[:, 0]
         # Others cannot tell anything, or rounding may have let them in.
         told = (probs.amax(1) < 1 - 1e-6) & (own > 0)
-        probs, order = probs[told].sort(1, descending=True)
-        ranks = (order == tokens[told, None]).int().argmax(1)
-        # All further ranks are one.
-        probs = torch.cat((probs[:, :NUM_RANKS], probs[:, NUM_RANKS:].sum(1, keepdim=True)), 1)
-        self._drawn.append((probs, ranks.clamp(max=NUM_RANKS), places[told]))
+        probs, tokens = probs[told], tokens[told]
+        if probs.shape[1] > VOCAB_SIZE:  # all ranks from the last one on are one
+            probs, order = probs.sort(1, descending=True)
+            last = VOCAB_SIZE - 1
+            tokens = (order == tokens[:, None]).int().argmax(1).clamp(max=last)
+            probs = torch.cat((probs[:, :last], probs[:, last:].sum(1, keepdim=True)), 1)
+        self._drawn.append((probs, tokens, places[told]))
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(ranks) for _, ranks, _ in self._drawn)
+        return sum(len(tokens) for _, tokens, _ in self._drawn)
 
     def p_values(self) -> dict[str, float]:
         if self.num_tokens < LEAST_TOKENS:
             return {}
-        probs, ranks, places = map(torch.cat, zip(*self._drawn))
+        probs, tokens, places = map(torch.cat, zip(*self._drawn))
         found = {}
         for name, chosen in {
             "": places >= 0,
@@ -100,7 +100,7 @@ class Pool:
             ", later in a step": places > 1,
         }.items():
             if int(chosen.sum()) >= LEAST_TOKENS:
-                values = p_values(probs[chosen], ranks[chosen])
+                values = p_values(probs[chosen], tokens[chosen])
                 found |= {f"{test}{name}": value for test, value in zip(TESTS, values)}
         return found
 

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer finds nothing, and would have found a fault that was there once."""
+"""A short run of the fuzzer finds nothing, and would have found a fault of sampling."""
 
 import json
 import os
@@ -64,12 +64,11 @@ def mixed_stream(number: int) -> list[dict]:
 
 @pytest.mark.thorough
 def test_a_fault_of_sampling_is_caught_by_the_distribution():
-    """Each token is handed up with the distribution of the one before it in the batch, where a
-    greedy request's are certain."""
+    """Each token is handed up with the probability of its neighbour in the vocabulary."""
 
     def shifted(store, *step):
         rows = take(store, *step)
-        return None if rows is None else rows.roll(1, 0)
+        return None if rows is None else rows.roll(1, 1)
 
     running, distribution = Running(SETTINGS), Distribution()
     pool = distribution.pools["without seed"]
