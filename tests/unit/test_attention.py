@@ -1,7 +1,7 @@
 """Promise: each platform has its attention backend; level 2 and the draft attend over what they are
 given, whoever computes it.
 
-The matrix runs every backend in ``BACKENDS`` that fits this machine; one added is tested here.
+The matrix runs the attention of this machine's platform.
 """
 
 import inspect
@@ -15,18 +15,14 @@ from vllm.platforms import Platform, PlatformEnum, current_platform
 
 from tests.kernels.oracles import attention
 from tests.models import make_llama
-from vllm_triforce.attention.base import (
-    DraftAttention,
-    RaggedRetrievalAttention,
-    RetrievalAttention,
-)
-from vllm_triforce.attention.platforms import BACKENDS, platform_for
+from vllm_triforce.attention.platforms import attention_for
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.config import TriForceConfig
+from vllm_triforce.config.checks import check_platform
 from vllm_triforce.core.models import private_cache
 from vllm_triforce.selection import Summary
 
-HERE = [name for name, backend in BACKENDS.items() if backend.fits(current_platform)]
+HERE = attention_for(current_platform)
 ON_CPU = current_platform.is_cpu()
 # Types and sizes of blocks: on a CPU keys lie in each in another way.
 ENGINES = [("float32", 32), ("bfloat16", 64)] if ON_CPU else [("bfloat16", 32)]
@@ -40,32 +36,18 @@ def platform(kind: str) -> Platform:
     return type("Some", (Platform,), {"_enum": PlatformEnum[kind], "device_name": kind.lower()})()
 
 
-@pytest.mark.parametrize(("kind", "name"), [("CPU", "cpu"), ("CUDA", "gpu"), ("ROCM", "gpu")])
-def test_a_platform_has_its_backend(kind, name):
-    assert issubclass(platform_for(platform(kind)), BACKENDS[name])
+@pytest.mark.parametrize("kind", ["CPU", "CUDA", "ROCM"])
+def test_a_platform_has_its_attention(kind):
+    check_platform(platform(kind))
+    retrieval, draft = attention_for(platform(kind))
+    name = "CPU" if kind == "CPU" else "GPU"
+    assert retrieval.__name__.startswith(name) and not inspect.isabstract(retrieval)
+    assert draft.__name__.startswith(name) and not inspect.isabstract(draft)
 
 
-def test_of_two_that_fit_a_subclass_is_taken(monkeypatch):
-    general = BACKENDS["gpu"]
-    special = type("Special", (general,), {"name": "special"})
-    other = type("Other", (general,), {"name": "other"})
-    found = {"gpu": general, "special": special}
-    monkeypatch.setattr("vllm_triforce.attention.platforms.BACKENDS", found)
-    assert platform_for(platform("CUDA")) is special
-    found["other"] = other
-    with pytest.raises(ValueError, match="several attention backends, 'special' and 'other'"):
-        platform_for(platform("CUDA"))
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_backend_implements_both_attentions(name):
-    backend = BACKENDS[name]
-    assert backend.platforms
-    retrieval, draft = backend.retrieval(), backend.draft()
-    assert issubclass(retrieval, RetrievalAttention) and not inspect.isabstract(retrieval)
-    assert issubclass(draft, DraftAttention) and not inspect.isabstract(draft)
-    if backend.fits(platform("CPU")):
-        assert issubclass(retrieval, RaggedRetrievalAttention), "Runner V1 asks for ragged passes"
+def test_a_platform_without_one_is_told_which_have():
+    with pytest.raises(ValueError, match=r"platform 'tpu' yet; use vLLM on CUDA, .* or a CPU, or"):
+        check_platform(platform("TPU"))
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=str)
@@ -158,21 +140,15 @@ class Case:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
 
-@pytest.fixture(params=HERE)
-def backend(request):
-    return BACKENDS[request.param]
-
-
 @pytest.fixture(params=GEOMETRIES, ids=str)
 def case(request, vllm_config):
     return Case(vllm_config, request.param)
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3, 3], [1, 3, 2]], ids=str)
-def test_level_2_reads_the_blocks_of_each_head(backend, case, query_lens):
-    retrieval = backend.retrieval()
-    assert all(map(retrieval.can_retrieve, case.layers))
-    level2 = retrieval(case.layers, case.builder)
+def test_level_2_reads_the_blocks_of_each_head(case, query_lens):
+    assert all(map(HERE.retrieval.can_retrieve, case.layers))
+    level2 = HERE.retrieval(case.layers, case.builder)
     tables = case.tables(2, 3, case.heads)
     heads = torch.arange(case.heads, dtype=torch.int32, device=case.device)[:, None]
     named = level2.chunk_ids().of(tables, heads).flatten(1, 2)
@@ -180,7 +156,7 @@ def test_level_2_reads_the_blocks_of_each_head(backend, case, query_lens):
     if len(set(query_lens)) == 1:
         lens = case.ints(SEQ_LENS).repeat_interleave(case.heads)
         passes.append(level2.uniform(3, query_lens[0], lens, named))
-    if isinstance(level2, RaggedRetrievalAttention):
+    if ON_CPU:
         passes.append(level2.build(case.ints(query_lens), case.ints(SEQ_LENS), named))
     query = case.query(sum(query_lens))
     expected = case.expected(query, query_lens, tables)
@@ -188,9 +164,9 @@ def test_level_2_reads_the_blocks_of_each_head(backend, case, query_lens):
         torch.testing.assert_close(case.attend(query, metadata), expected, **case.tolerance)
 
 
-def test_full_blocks_are_summarised(backend, case):
+def test_full_blocks_are_summarised(case):
     """Each kind, of the blocks from first to before last of each request, and no other."""
-    level2 = backend.retrieval()(case.layers, case.builder)
+    level2 = HERE.retrieval(case.layers, case.builder)
     tables = torch.randperm(case.num_blocks)[:15].view(3, 5).to(torch.int32).to(case.device)
     first, last = [0, 2, 4], [3, 2, 5]
     shape = (2, case.heads, case.num_blocks, case.dim)
@@ -208,8 +184,8 @@ def test_full_blocks_are_summarised(backend, case):
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3, 3], SEQ_LENS], ids=str)
-def test_the_draft_reads_its_windows(backend, case, query_lens):
-    draft = backend.draft()(case.by_name, case.builder)
+def test_the_draft_reads_its_windows(case, query_lens):
+    draft = HERE.draft(case.by_name, case.builder)
     assert draft.layer_names == list(case.by_name)
     tables, lens = case.tables(3), case.ints(SEQ_LENS)
     if query_lens == SEQ_LENS:
@@ -223,7 +199,7 @@ def test_the_draft_reads_its_windows(backend, case, query_lens):
     torch.testing.assert_close(found, case.expected(query, query_lens, every), **case.tolerance)
 
 
-def test_a_layer_with_a_window_cannot_retrieve(backend, case, vllm_config):
+def test_a_layer_with_a_window_cannot_retrieve(case, vllm_config):
     with set_current_vllm_config(vllm_config):
         layer = case.layer("model.layers.2.attn", per_layer_sliding_window=64)
-    assert not backend.retrieval().can_retrieve(layer)
+    assert not HERE.retrieval.can_retrieve(layer)

@@ -423,17 +423,12 @@ def test_bad_input_is_refused_before_weights_load(gqa_pair, keys, kwargs, named)
 
 def test_a_platform_without_attention_is_refused_before_weights_load(gqa_pair, monkeypatch):
     """Before its worker, of which a user would learn less."""
-    from vllm_triforce.attention import platforms
 
-    class Elsewhere(platforms.AttentionPlatform):
-        name, platforms = "elsewhere", ("one", "another")
+    def refuse(platform):
+        raise ValueError(f"{platform.device_name} has no attention")
 
-        @staticmethod
-        def fits(platform):
-            return False
-
-    monkeypatch.setattr(platforms, "BACKENDS", {"elsewhere": Elsewhere})
-    with pytest.raises(ValueError, match=r"no sparse attention .* use vLLM on another or one, or"):
+    monkeypatch.setattr(checks, "check_platform", refuse)
+    with pytest.raises(ValueError, match="cpu has no attention"):
         engine_config(gqa_pair["target"], triforce(), worker_cls="my.Worker")
 
 

@@ -1,9 +1,7 @@
-"""Interface of a platform's attention to the levels.
+"""Interface of a platform's attention to the levels of Runner V2.
 
-Runner V1 runs ragged passes, on the CPU alone: ``config/checks.py`` refuses it on any other
-platform. Runner V2 runs passes of fixed shapes, on a GPU as CUDA graphs, and in tests on the CPU.
-So a CPU has a ``RaggedRetrievalAttention``, any other platform a ``RetrievalAttention``, and each
-has a ``DraftAttention``.
+It runs passes of fixed shapes, on a GPU as CUDA graphs, and in tests on the CPU. Runner V1 runs
+ragged passes, of ``attention/cpu.py`` alone: ``config/checks.py`` refuses it elsewhere.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +12,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from vllm_triforce.cache.one_head_blocks import ChunkIds
-from vllm_triforce.cache.summaries import BlockSummaries, QuantizedSummaries
+from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.selection import Summary
 from vllm_triforce.vllm_patches import swaps
 
@@ -119,12 +117,16 @@ class RetrievalAttention(ABC):
         query_len: int,
         seq_lens: torch.Tensor,  # [num_rows * num_kv_heads], int32, in the shortened tables
         block_tables: Sequence[torch.Tensor],  # each [num_rows * num_kv_heads, width], int32
-        selection: LayerSelection | None = None,  # as of ``RaggedRetrievalAttention.build``
+        selection: LayerSelection | None = None,
     ) -> list[Any]:
         """Return each layer's metadata of a level 2 pass of ``query_len`` tokens a row.
 
         Runner V2 calls it once for each graph. The tensors are its buffers, whose contents change
         between replays.
+
+        Args:
+            selection: each layer calls ``selection.select()``, which writes its block table, before
+                it attends. None where the tables are complete.
         """
 
     @abstractmethod
@@ -140,56 +142,6 @@ class RetrievalAttention(ABC):
 
         Runner V2 calls it when a proposal begins.
         """
-
-
-class RaggedRetrievalAttention(RetrievalAttention):
-    """Attention with ragged passes, for Runner V1; Runner V2's passes are built from them."""
-
-    @abstractmethod
-    def build(
-        self,
-        query_lens: torch.Tensor,  # [num_reqs], int32
-        seq_lens: torch.Tensor,  # [num_reqs], int32, in the shortened tables
-        block_tables: Sequence[torch.Tensor],  # each [num_reqs * num_kv_heads, width], int32
-        selection: LayerSelection | None = None,
-    ) -> list[Any]:
-        """Return each layer's metadata of a level 2 pass. Runner V1 calls it before every pass.
-
-        Args:
-            selection: each layer calls ``selection.select()``, which writes its block table, before
-                it attends. None where the tables are complete.
-        """
-
-    @abstractmethod
-    def block_summaries(self) -> BlockSummaries:
-        """Return for each layer a function from block ids [n] and a kind to
-        [n, num_kv_heads, head_dim]. Runner V1 calls it once (``cache/summaries.py``)."""
-
-    def uniform(
-        self,
-        num_rows: int,
-        query_len: int,
-        seq_lens: torch.Tensor,
-        block_tables: Sequence[torch.Tensor],
-        selection: LayerSelection | None = None,
-    ) -> list[Any]:
-        query_lens = torch.full((num_rows,), query_len, dtype=torch.int32, device=seq_lens.device)
-        lens = seq_lens[:: self.num_kv_heads].contiguous()
-        return self.build(query_lens, lens, block_tables, selection)
-
-    def update_summaries(
-        self,
-        summaries: Mapping[Summary, QuantizedSummaries],
-        tables: torch.Tensor,
-        first: torch.Tensor,
-        last: torch.Tensor,
-        max_blocks: int,
-    ) -> None:
-        ranges = zip(tables, first.tolist(), last.tolist())
-        block_ids = torch.cat([table[a:b] for table, a, b in ranges]).to(torch.int64)
-        for kind, kept in summaries.items():
-            for layer, summarize in enumerate(self.block_summaries()):
-                kept.write(layer, block_ids, summarize(block_ids, kind).transpose(0, 1))
 
 
 class DraftAttention(ABC):

@@ -1,6 +1,6 @@
 """Attention on vLLM's CPU backend (vllm/v1/attention/backends/cpu_attn.py)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -16,13 +16,13 @@ from vllm_triforce.attention.base import (
     DraftAttention,
     LayerOffload,
     LayerSelection,
-    RaggedRetrievalAttention,
+    RetrievalAttention,
     metadata_of,
     replace_impl,
 )
 from vllm_triforce.cache.key_layout import probe_key_order
 from vllm_triforce.cache.one_head_blocks import ChunkIds
-from vllm_triforce.cache.summaries import BlockSummaries
+from vllm_triforce.cache.summaries import BlockSummaries, QuantizedSummaries
 from vllm_triforce.selection import Summary
 
 # Element types that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
@@ -141,8 +141,8 @@ def sequence_rows(
     return torch.cat([of_request.T.flatten() for of_request in rows.split(lens)])
 
 
-class CPURetrievalAttention(RaggedRetrievalAttention):
-    """Attention over vLLM's CPU kernel, on both runners."""
+class CPURetrievalAttention(RetrievalAttention):
+    """Attention over vLLM's CPU kernel, with ragged passes for Runner V1."""
 
     def __init__(self, layers: list, builder, offloads=None) -> None:
         super().__init__(layers, builder, offloads)
@@ -176,7 +176,10 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         block_tables: Sequence[torch.Tensor],  # each [num_reqs * num_kv_heads, width], int32
         selection: LayerSelection | None = None,
     ) -> list[SparseCPUMetadata]:
-        """Build the metadata once; layers differ in their block tables alone."""
+        """Return each layer's metadata of a pass of Runner V1, as ``uniform()``.
+
+        It is built once; layers differ in their block tables alone.
+        """
         heads = self.num_kv_heads
         split = self._metadata(
             query_lens.repeat_interleave(heads),
@@ -190,6 +193,18 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
         return [
             replace(split, one_head=replace(one_head, block_table=table)) for table in block_tables
         ]
+
+    def uniform(
+        self,
+        num_rows: int,
+        query_len: int,
+        seq_lens: torch.Tensor,
+        block_tables: Sequence[torch.Tensor],
+        selection: LayerSelection | None = None,
+    ) -> list[SparseCPUMetadata]:
+        query_lens = torch.full((num_rows,), query_len, dtype=torch.int32)
+        lens = seq_lens[:: self.num_kv_heads].contiguous()
+        return self.build(query_lens, lens, block_tables, selection)
 
     def _metadata(self, query_lens, seq_lens, rows, selection=None) -> SparseCPUMetadata:
         """Build metadata of sequences of one KV head, without a block table."""
@@ -214,7 +229,23 @@ class CPURetrievalAttention(RaggedRetrievalAttention):
             query_start_loc, seq_lens, None, scheduler_metadata, rows, selection=selection
         )
 
+    def update_summaries(
+        self,
+        summaries: Mapping[Summary, QuantizedSummaries],
+        tables: torch.Tensor,
+        first: torch.Tensor,
+        last: torch.Tensor,
+        max_blocks: int,
+    ) -> None:
+        ranges = zip(tables, first.tolist(), last.tolist())
+        block_ids = torch.cat([table[a:b] for table, a, b in ranges]).to(torch.int64)
+        for kind, kept in summaries.items():
+            for layer, summarize in enumerate(self.block_summaries()):
+                kept.write(layer, block_ids, summarize(block_ids, kind).transpose(0, 1))
+
     def block_summaries(self) -> BlockSummaries:
+        """Return for each layer a function from block ids [n] and a kind to
+        [n, num_kv_heads, head_dim]."""
         return [partial(self._summary_of, layer) for layer in self.layers]
 
     def _summary_of(

@@ -95,6 +95,9 @@ def check_target(model_config, parallel_config) -> None:
 
 def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
     """Refuse engine settings under which level 2's passes would be wrong or could hang."""
+    from vllm.platforms import current_platform
+
+    check_platform(current_platform)
     _check_runner(vllm_config, config)
     _check_features(vllm_config)
     if config.kv_offload_gib is not None:
@@ -102,6 +105,15 @@ def check_vllm_config(vllm_config, config: ResolvedConfig) -> None:
     _check_pass_size(vllm_config, config)
     if config.uses_level2:
         _check_kv_cache_dtype(vllm_config.cache_config)
+
+
+def check_platform(platform) -> None:
+    """Refuse a platform that ``attention/platforms.py`` has no attention for."""
+    if not (platform.is_cpu() or platform.is_cuda_alike()):
+        raise ValueError(
+            f"TriForce has no sparse attention for platform {platform.device_name!r} yet; use vLLM "
+            "on CUDA, ROCm or a CPU, or another speculative method"
+        )
 
 
 def _check_runner(vllm_config, config: ResolvedConfig) -> None:

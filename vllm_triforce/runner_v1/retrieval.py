@@ -5,10 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from vllm.platforms import current_platform
 
-from vllm_triforce.attention.base import RaggedRetrievalAttention
-from vllm_triforce.attention.platforms import platform_for
+from vllm_triforce.attention.cpu import CPURetrievalAttention
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
@@ -36,7 +34,7 @@ class RetrievalLevel:
         self,
         level2_model: Level2Model,
         groups: list[KVGroup],
-        attention: RaggedRetrievalAttention,
+        attention: CPURetrievalAttention,
         cache: RetrievalCache,
     ) -> None:
         self.model, self._vllm_config, _ = level2_model
@@ -176,12 +174,11 @@ def build_level2(
     Returns:
         Level 2, and ``config`` fitted to the KV blocks of the layers that retrieve.
     """
-    attention_class = ragged_attention()
     groups, layers, builder = group_layers(
-        kv_cache_config, attn_groups, block_sizes, target_layers, attention_class
+        kv_cache_config, attn_groups, block_sizes, target_layers, CPURetrievalAttention
     )
     config = fit_blocks(config, retrieval_block_size(groups))
-    attention = attention_class(layers, builder)
+    attention = CPURetrievalAttention(layers, builder)
     policy = POLICIES[config.policy]()
     cache = RetrievalCache(
         allocate_summaries(policy, layers, dtype, attention.block_summaries()),
@@ -190,22 +187,6 @@ def build_level2(
         budget=config.budget,
     )
     return RetrievalLevel(level2_model, groups, attention, cache), config
-
-
-def ragged_attention() -> type[RaggedRetrievalAttention]:
-    """Return level 2's attention class of the platform.
-
-    Raises:
-        ValueError: the platform supports passes of fixed shapes only.
-    """
-    backend = platform_for(current_platform)
-    retrieval = backend.retrieval()
-    if not issubclass(retrieval, RaggedRetrievalAttention):
-        raise ValueError(
-            f"use_v2_model_runner=False: attention backend {backend.name!r} has passes of fixed "
-            "shapes, for Model Runner V2 only; unset VLLM_USE_V2_MODEL_RUNNER"
-        )
-    return retrieval
 
 
 def allocate_summaries(policy, layers: list, dtype, block_summaries) -> ChunkSummaries:

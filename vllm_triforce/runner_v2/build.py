@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms import current_platform
 
-from vllm_triforce.attention.platforms import platform_for
+from vllm_triforce.attention.platforms import attention_for
 from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.config.draft_sources import SOURCES_V2
 from vllm_triforce.config.synthetic import rates_by_place
@@ -53,7 +53,7 @@ class SpeculatorPartsV2:
         has_level2 = config.uses_level2 or offload is not None
         if has_level2:
             groups, layers, builder = _grouped_layers(adapter, runner, kv_cache_config)
-            retrieval = platform_for(current_platform).retrieval()
+            retrieval = attention_for(current_platform).retrieval
             config = fit_blocks(config, retrieval.chunk_size(retrieval_block_size(groups)))
         self.num_slots = min(scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
@@ -108,7 +108,7 @@ class SpeculatorPartsV2:
             adapter.model,
             adapter.draft_layers,
             adapter.vllm_config,
-            platform_for(current_platform).draft(),
+            attention_for(current_platform).draft,
             token_ids,
             self.hidden_states,
         )
@@ -159,8 +159,7 @@ class SpeculatorPartsV2:
             names = [layer.layer_name for layer in layers]
             num_blocks = self.num_slots * config.table_width * config.uses_level2
             host_layers = offload.host_layers(names, num_blocks, sums)
-        attention_class = platform_for(current_platform).retrieval()
-        attention = attention_class(layers, builder, host_layers)
+        attention = attention_for(current_platform).retrieval(layers, builder, host_layers)
         if not config.uses_level2:
             return None
         split = attention.chunk_ids().split
@@ -213,7 +212,7 @@ def _grouped_layers(adapter: RunnerAdapter, runner, kv_cache_config):
     """Return ``group_layers()`` of the target."""
     block_sizes = runner.block_tables.block_sizes
     check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
-    retrieval = platform_for(current_platform).retrieval()
+    retrieval = attention_for(current_platform).retrieval
     return group_layers(
         kv_cache_config,
         runner.attn_groups,

@@ -6,7 +6,6 @@ worker becomes our subclass. ``draft_model`` gives us the scheduler's lookahead 
 the draft's distributions. All checks run here, before weights load.
 """
 
-import importlib
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -63,7 +62,6 @@ _REJECTION_KEYS = ("rejection_sample_method", RATES_KEY)
 _EAGLE3, _MTP = "eagle3", "mtp"
 
 # By their names: they build on this package.
-_PLATFORMS = "vllm_triforce.attention.platforms"
 _WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_triforce.worker.cpu.TriForceCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "vllm_triforce.worker.gpu.TriForceGPUWorker",
@@ -292,8 +290,6 @@ def _read_kept(additional_config) -> tuple[TriForceConfig, str | None]:
 
 def _finish_config(vllm_config):
     """Resolve our keys, check them against the engine's, and set worker and scheduler classes."""
-    from vllm.platforms import current_platform
-
     config, draft_model = _read_kept(vllm_config.additional_config)
     block_size = vllm_config.cache_config.block_size
     resolved = config.resolve(block_size)
@@ -312,7 +308,6 @@ def _finish_config(vllm_config):
     if vllm_config.speculative_config.rejection_sample_method == SYNTHETIC:
         logger.warning(WARNING)
     vllm_config.additional_config[METHOD] = {**resolved.to_dict(), "draft_model": draft_model}
-    importlib.import_module(_PLATFORMS).platform_for(current_platform)  # refuses others
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in _WORKERS:
         raise ValueError(

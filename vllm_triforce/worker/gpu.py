@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_triforce.attention.platforms import platform_for
+from vllm_triforce.attention.platforms import attention_for
 from vllm_triforce.config import ResolvedConfig, read_config
 from vllm_triforce.core.kv_groups import recurrent_layers
 from vllm_triforce.core.messages import attach_drafts
@@ -96,7 +96,7 @@ class TriForceGPUWorker(Worker):
         if config.is_plain:
             return {}, 0.0
         target_layers = self.triforce.target_layers
-        can_retrieve = platform_for(current_platform).retrieval().can_retrieve
+        can_retrieve = attention_for(current_platform).retrieval.can_retrieve
         layers = {name: layer for name, layer in target_layers.items() if can_retrieve(layer)}
         layers = layers or target_layers  # without any, allocate() says why
         return (

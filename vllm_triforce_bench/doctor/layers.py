@@ -51,12 +51,12 @@ def layers_of(vllm_config) -> Layers:
     """
     from vllm.platforms import current_platform
 
-    from vllm_triforce.attention.platforms import platform_for
+    from vllm_triforce.attention.platforms import attention_for
     from vllm_triforce.core.kv_groups import attention_layers
 
     ranks = vllm_config.parallel_config.tensor_parallel_size
     weight_bytes = _build(vllm_config)
-    attention = platform_for(current_platform).retrieval()
+    attention = attention_for(current_platform).retrieval
     layers = attention_layers(vllm_config)
     dense = {
         name: _reason_of_dense(layer.impl)
