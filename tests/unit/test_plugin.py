@@ -19,6 +19,7 @@ from tests.conftest import triforce
 from tests.models import make_architecture
 from tests.refusals import engine_config, refused
 from vllm_triforce import plugin, vllm_patches
+from vllm_triforce.config import checks
 from vllm_triforce.config.keys import is_supported
 from vllm_triforce.plugin import _AfterImport, register
 from vllm_triforce.vllm_patches.cli_args import is_refusal, print_refusals_alone, refusing

@@ -6,6 +6,7 @@ ragged passes, of ``attention/cpu.py`` alone: ``config/checks.py`` refuses it el
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -33,21 +34,35 @@ class LayerSelection(Protocol):
         ...
 
 
-class LayerOffload(Protocol):
-    """Device copies of one layer's KV cache in host memory (``offload/cache.py``)."""
+@dataclass
+class HostLayer:
+    """One layer's KV cache in host memory (``offload/cache.py``)."""
 
+    host: torch.Tensor
+    """[num_blocks, num_kv_heads, block_size, size], as the device sees it."""
+    staging: torch.Tensor
+    """The same shape and strides, on the device; shared by all layers."""
+    counters: torch.Tensor  # [len(DeviceCounter)], int64, added to
     pool: torch.Tensor | None
-    """[num_slots * width, num_kv_heads, block_size, size], level 2's pool; None where level 2 never
-    runs."""
+    """[num_slots * width, num_kv_heads, block_size, size], blocks that level 2 reads and writes;
+    None where level 2 never runs."""
 
     def stage(
         self,
         block_table: torch.Tensor,  # [num_reqs, width], int32
         seq_lens: torch.Tensor,  # [num_reqs], int32
     ) -> torch.Tensor:
-        """Return the layer's KV cache on the device, [num_blocks, num_kv_heads, block_size, size],
-        with the blocks that these requests read."""
-        ...
+        """Copy the blocks that these requests read to the staging layer, and return it.
+
+        The pass has already written this layer's new keys and values to host memory. The staging
+        layer has the same block ids, so block tables and attention metadata stay vLLM's.
+        """
+        from vllm_triforce.kernels.offload import stage_blocks
+
+        block_size = self.host.shape[2]
+        # Stream order suffices: the previous layer's attention has read the staging layer by now.
+        stage_blocks(self.host, self.staging, block_table, seq_lens, block_size, self.counters)
+        return self.staging
 
 
 class RetrievalAttention(ABC):
@@ -66,7 +81,7 @@ class RetrievalAttention(ABC):
         self,
         layers: list,
         builder,
-        offloads: Mapping[str, LayerOffload] | None = None,
+        offloads: Mapping[str, HostLayer] | None = None,
     ) -> None:
         self.layers = layers
         """Both runners keep summaries in their order."""
@@ -94,7 +109,7 @@ class RetrievalAttention(ABC):
         return False
 
     @abstractmethod
-    def attach(self, layer, index: int, offload: LayerOffload | None = None) -> None:
+    def attach(self, layer, index: int, offload: HostLayer | None = None) -> None:
         """Give a layer an implementation that also takes our metadata (``replace_impl``).
 
         Args:

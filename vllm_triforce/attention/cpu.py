@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAtte
 
 from vllm_triforce.attention.base import (
     DraftAttention,
-    LayerOffload,
+    HostLayer,
     LayerSelection,
     RetrievalAttention,
     metadata_of,
@@ -51,7 +51,7 @@ class RetrievalCPUAttentionImpl(CPUAttentionBackendImpl):
     """vLLM's implementation, which also takes sparse metadata."""
 
     layer_index: int
-    offload: LayerOffload | None
+    offload: HostLayer | None
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         if self.offload is not None and isinstance(metadata_of(layer), SparseCPUMetadata):

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -13,43 +13,14 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from vllm_triforce.attention.base import HostLayer
 from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.core.models import allocate_layers
-from vllm_triforce.kernels.offload import stage_blocks
 from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.offload.placement import Placement
 
 _SENTINEL = 0x5A
 _MAX_MEASURED_BYTES = 64 << 20
-
-
-@dataclass
-class HostLayer:
-    """One layer's KV cache in host memory, as attention reads it (``attention/base.py``)."""
-
-    host: torch.Tensor
-    """[num_blocks, num_kv_heads, block_size, size], as the device sees it."""
-    staging: torch.Tensor
-    """The same shape and strides, on the device; shared by all layers."""
-    counters: torch.Tensor  # [len(DeviceCounter)], int64, added to
-    pool: torch.Tensor | None
-    """[num_slots * width, num_kv_heads, block_size, size], blocks that level 2 reads and writes;
-    None where level 2 never runs."""
-
-    def stage(
-        self,
-        block_table: torch.Tensor,  # [num_reqs, width], int32
-        seq_lens: torch.Tensor,  # [num_reqs], int32
-    ) -> torch.Tensor:
-        """Copy the blocks that these requests read to the staging layer, and return it.
-
-        The pass has already written this layer's new keys and values to host memory. The staging
-        layer has the same block ids, so block tables and attention metadata stay vLLM's.
-        """
-        block_size = self.host.shape[2]
-        # Stream order suffices: the previous layer's attention has read the staging layer by now.
-        stage_blocks(self.host, self.staging, block_table, seq_lens, block_size, self.counters)
-        return self.staging
 
 
 class OffloadedCache:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms import current_platform
 
+from vllm_triforce.attention.base import HostLayer
 from vllm_triforce.attention.platforms import attention_for
 from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.config.draft_sources import SOURCES_V2
@@ -33,7 +34,7 @@ from vllm_triforce.runner_v2.sources.source import DraftSourceV2, HiddenStatesV2
 from vllm_triforce.runner_v2.speculator import SpeculatorV2
 
 if TYPE_CHECKING:
-    from vllm_triforce.offload.cache import HostLayer, OffloadedCache
+    from vllm_triforce.offload.cache import OffloadedCache
 
 
 class SpeculatorPartsV2:

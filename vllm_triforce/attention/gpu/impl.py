@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_triforce.attention.base import LayerOffload, metadata_of, replace_impl
+from vllm_triforce.attention.base import HostLayer, metadata_of, replace_impl
 from vllm_triforce.attention.gpu.backends import backend_of, kernel_for, key_and_value
 from vllm_triforce.attention.gpu.paged_kernels import PagedKernel, PagedSequences, SparseSequences
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
@@ -25,7 +25,7 @@ class _RetrievalImpl(ImplBase):
     """
 
     layer_index: int
-    offload: LayerOffload | None
+    offload: HostLayer | None
     kernel: PagedKernel
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
@@ -117,7 +117,7 @@ def _quantize(
     return output.copy_((exact.float() / scale).clamp(bounds.min, bounds.max))
 
 
-def attach(layer, layer_index: int, offload: LayerOffload | None = None) -> None:
+def attach(layer, layer_index: int, offload: HostLayer | None = None) -> None:
     """Replace a layer's implementation by a subclass of it, with the same settings.
 
     Args:
