@@ -1,7 +1,6 @@
 """Plans and reports the KV cache in host memory at start-up."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from vllm.config import set_current_vllm_config
@@ -12,7 +11,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.offload.cache import OffloadedCache
 from vllm_triforce.offload.placement import Placement, all_would_fit, place_layers
-from vllm_triforce.vllm_patches import swaps
 
 logger = init_logger("vllm.triforce")
 _GIB = 1 << 30
@@ -184,15 +182,3 @@ def report_offload(offload: OffloadedCache, kv_cache_config, length: int) -> Non
         bytes_per_token * length / bytes_per_s,
         bytes_per_s / 1e9,
     )
-
-
-@contextmanager
-def offloaded_allocation(offload: OffloadedCache) -> Iterator[None]:
-    """Replace vLLM's ``allocate_kv_cache`` within the context."""
-    import vllm.v1.worker.gpu.attn_utils as attn_utils
-
-    original = swaps.ALLOCATE_KV_CACHE.set(attn_utils, offload.allocate)
-    try:
-        yield
-    finally:
-        swaps.ALLOCATE_KV_CACHE.set(attn_utils, original)

@@ -95,15 +95,15 @@ class LevelAdapters:
         Here they are loaded once.
         """
         runner = self._runner
-
-        with runner.maybe_setup_dummy_loras(runner.lora_config):
-            original = swaps.DUMMY_RUN_LORAS.set(runner, self._select_dummies)
+        with (
+            runner.maybe_setup_dummy_loras(runner.lora_config),
+            swaps.DUMMY_RUN_LORAS.during(runner, self._select_dummies),
+        ):
             self._uses_dummies = True
             try:
                 yield
             finally:
                 self._uses_dummies = False
-                swaps.DUMMY_RUN_LORAS.set(runner, original)
 
     def _select_dummies(
         self,

@@ -152,9 +152,11 @@ class TriForceGPUWorker(Worker):
         if self.offload is None:
             super().initialize_from_config(kv_cache_config)
         else:
-            from vllm_triforce.offload.startup import offloaded_allocation, report_offload
+            from vllm.v1.worker.gpu import attn_utils
 
-            with offloaded_allocation(self.offload):
+            from vllm_triforce.offload.startup import report_offload
+
+            with swaps.ALLOCATE_KV_CACHE.during(attn_utils, self.offload.allocate):
                 super().initialize_from_config(kv_cache_config)
             max_len = self.vllm_config.model_config.max_model_len
             report_offload(self.offload, kv_cache_config, max_len)
