@@ -5,71 +5,13 @@ They change the logits as vLLM's sampler changes those of the full pass
 vllm/v1/worker/gpu/sample/bad_words.py).
 """
 
-from collections.abc import Sequence
-
 import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import row_table as col
-from vllm_triforce.kernels.rows import Rows, load_float, store_float
+from vllm_triforce.kernels.rows import Rows
 
 _BLOCK = tl.constexpr(4096)  # tokens of a program
-
-
-def keep_parameters(
-    rows: Rows,  # columns from ``PROMPT_LEN`` on are written
-    parameters: Sequence[torch.Tensor],  # vLLM's, by state: five of ``out``, then those columns
-    out: torch.Tensor,  # [5, max_num_reqs], int32, written
-) -> None:
-    """Copy parameters of the rows' requests to fixed addresses, which graphs need.
-
-    vLLM's own move from buffer to buffer with each step (vllm/v1/worker/gpu/buffer_utils.py).
-    """
-    _keep_kernel[(rows.num_rows,)](rows.table, rows.stride, *parameters, out, out.shape[1])
-
-
-@triton.jit
-def _keep_kernel(
-    table_ptr,  # written
-    row_stride,
-    num_allowed_tokens_ptr,  # [max_num_reqs], as all below
-    num_biases_ptr,
-    min_len_ptr,
-    num_stop_tokens_ptr,
-    restores_stop_tokens_ptr,
-    prompt_len_ptr,
-    num_bad_words_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    out_ptr,  # [5, max_num_reqs], written
-    max_num_reqs,
-):
-    row_ptr = table_ptr + tl.program_id(0) * row_stride
-    state = tl.load(row_ptr + col.STATE).to(tl.int64)
-    # Load everything before storing: inputs in host memory may alias the outputs, and a load after
-    # a store would wait for the loads before it.
-    num_allowed_tokens = tl.load(num_allowed_tokens_ptr + state)
-    num_biases = tl.load(num_biases_ptr + state)
-    min_len = tl.load(min_len_ptr + state)
-    num_stop_tokens = tl.load(num_stop_tokens_ptr + state)
-    restores_stop_tokens = tl.load(restores_stop_tokens_ptr + state)
-    prompt_len = tl.load(prompt_len_ptr + state)
-    num_bad_words = tl.load(num_bad_words_ptr + state)
-    repetition = tl.load(repetition_ptr + state)
-    frequency = tl.load(frequency_ptr + state)
-    presence = tl.load(presence_ptr + state)
-    out = out_ptr + state
-    tl.store(out, num_allowed_tokens)
-    tl.store(out + max_num_reqs, num_biases)
-    tl.store(out + 2 * max_num_reqs, min_len)
-    tl.store(out + 3 * max_num_reqs, num_stop_tokens)
-    tl.store(out + 4 * max_num_reqs, restores_stop_tokens)
-    tl.store(row_ptr + col.PROMPT_LEN, prompt_len)
-    tl.store(row_ptr + col.NUM_BAD_WORDS, num_bad_words)
-    store_float(row_ptr + col.REPETITION, repetition)
-    store_float(row_ptr + col.FREQUENCY, frequency)
-    store_float(row_ptr + col.PRESENCE, presence)
 
 
 def apply_penalties(
@@ -77,6 +19,7 @@ def apply_penalties(
     query_len: int,
     first_place: int,
     rows: Rows,
+    penalties: torch.Tensor,  # [3, max_num_reqs], float32: repetition, frequency, presence
     in_prompt: torch.Tensor,  # [max_num_reqs, vocab_size / 32], int32
     output_counts: torch.Tensor,  # [max_num_reqs, vocab_size], int32
 ) -> None:
@@ -94,6 +37,8 @@ def apply_penalties(
         rows.table,
         rows.stride,
         rows.gamma,
+        penalties,
+        penalties.stride(0),
         in_prompt,
         in_prompt.stride(0),
         output_counts,
@@ -110,6 +55,8 @@ def _penalties_kernel(
     table_ptr,
     row_stride,
     gamma,
+    penalties_ptr,  # [3, max_num_reqs]
+    max_num_reqs,
     in_prompt_ptr,  # [max_num_reqs, vocab_size / 32], a bit for each token
     in_prompt_stride,
     counts_ptr,  # [max_num_reqs, vocab_size], of the output
@@ -124,9 +71,9 @@ def _penalties_kernel(
         return
     row_ptr = table_ptr + row * row_stride
     state = tl.load(row_ptr + col.STATE).to(tl.int64)
-    repetition = load_float(row_ptr + col.REPETITION)
-    frequency = load_float(row_ptr + col.FREQUENCY)
-    presence = load_float(row_ptr + col.PRESENCE)
+    repetition = tl.load(penalties_ptr + state)
+    frequency = tl.load(penalties_ptr + max_num_reqs + state)
+    presence = tl.load(penalties_ptr + 2 * max_num_reqs + state)
     if (repetition == 1.0) & (frequency == 0.0) & (presence == 0.0):
         return
     logits_ptr += (row * tl.num_programs(1) + place) * logits_stride
@@ -157,6 +104,8 @@ def forbid_bad_words(
     query_len: int,
     first_place: int,
     rows: Rows,
+    prompt_len: torch.Tensor,  # [max_num_reqs], int32
+    num_words: torch.Tensor,  # [max_num_reqs], int32
     word_tokens: torch.Tensor,  # [max_num_reqs, tokens of all words], int32
     word_starts: torch.Tensor,  # [max_num_reqs, words + 1], int32
     all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
@@ -172,6 +121,8 @@ def forbid_bad_words(
         rows.table,
         rows.stride,
         rows.gamma,
+        prompt_len,
+        num_words,
         word_tokens,
         word_tokens.stride(0),
         word_starts,
@@ -191,6 +142,8 @@ def _bad_words_kernel(
     table_ptr,
     row_stride,
     gamma,
+    prompt_len_ptr,  # [max_num_reqs]
+    num_words_ptr,  # [max_num_reqs]
     word_tokens_ptr,  # [max_num_reqs, tokens of all words]
     word_tokens_stride,
     word_starts_ptr,  # [max_num_reqs, words + 1], where each begins among them
@@ -210,7 +163,7 @@ def _bad_words_kernel(
         return
     row_ptr = table_ptr + row * row_stride
     state = tl.load(row_ptr + col.STATE).to(tl.int64)
-    num_words = tl.load(row_ptr + col.NUM_BAD_WORDS)
+    num_words = tl.load(num_words_ptr + state)
     if num_words == 0:
         return
     # The request's tokens: first those that vLLM has, then the proposal, then the drafts.
@@ -226,7 +179,7 @@ def _bad_words_kernel(
     prefix_len = last - start
     # A word's last token is forbidden where its other tokens are the output's newest.
     begin = num_tokens - prefix_len
-    is_bad = exists & (begin >= tl.load(row_ptr + col.PROMPT_LEN))
+    is_bad = exists & (begin >= tl.load(prompt_len_ptr + state))
     words = word_tokens_ptr + state * word_tokens_stride
     known_tokens = all_token_ids_ptr + state * all_token_ids_stride
     drafts = row_ptr + col.DRAFTED

@@ -55,19 +55,14 @@ class StateColumn(IntEnum):
     NUM_EMITTED = 26  # tokens that the last round added to the proposal
     HAS_NAN = 27  # not 0: logits of this proposal had a NaN
     NUM_ROWS = 28  # rows in use, in row 0; a CUDA graph may have been captured for more
-    PROMPT_LEN = 29  # tokens; this and the columns below only if the batch has logits processors
-    NUM_BAD_WORDS = 30
-    REPETITION = 31  # penalty, float32, as the two below
-    FREQUENCY = 32
-    PRESENCE = 33
 
 
 class SlotColumn(IntEnum):
     """Columns of the row table whose row is a slot."""
 
-    SUMMARIZED = 34  # full blocks, when level 2 last proposed
-    DISABLED = 35  # not 0: logits had a NaN, and the owner is not speculated on any more
-    NUM_EXACT = 36  # tokens up to which the tail in the pool of host layers is exact
+    SUMMARIZED = 29  # full blocks, when level 2 last proposed
+    DISABLED = 30  # not 0: logits had a NaN, and the owner is not speculated on any more
+    NUM_EXACT = 31  # tokens up to which the tail in the pool of host layers is exact
 
 
 class OutcomeColumn(IntEnum):

@@ -13,11 +13,7 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState, apply_logit_bias
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
-from vllm_triforce.kernels.logits_processing import (
-    apply_penalties,
-    forbid_bad_words,
-    keep_parameters,
-)
+from vllm_triforce.kernels.logits_processing import apply_penalties, forbid_bad_words
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 
@@ -45,9 +41,26 @@ class LogitsProcessing:
         self._bias, self._penalties, self._bad_words = states
         self._req_states = req_states
         self._rows = rows
-        shape = (5, len(self._bias.use_logit_bias))
-        self._bias_parameters = torch.zeros(shape, dtype=torch.int32, device=rows.table.device)
-        """[5, max_num_reqs], parameters of vLLM's ``apply_logit_bias`` by state."""
+        bias, penalties = self._bias, self._penalties
+        self._moving = (
+            bias.num_allowed_token_ids,
+            bias.num_logit_bias,
+            bias.min_lens,
+            bias.num_stop_token_ids,
+            bias.restore_when_all_masked,
+            req_states.prompt_len,
+            self._bad_words.num_bad_words,
+            penalties.repetition_penalty,
+            penalties.frequency_penalty,
+            penalties.presence_penalty,
+        )
+        """Parameters by state, int32 or float32, which vLLM writes to another buffer each step
+        (vllm/v1/worker/gpu/buffer_utils.py)."""
+        shape = (len(self._moving), len(bias.use_logit_bias))
+        self._kept = torch.zeros(shape, dtype=torch.int32, device=rows.table.device)
+        """[10, max_num_reqs], their copies, at addresses that graphs can rely on."""
+        *self._bias_parameters, self._prompt_len, self._num_bad_words = self._kept[:7]
+        self._penalty_parameters = self._kept[7:].view(torch.float32)
 
     def is_needed(self, states: np.ndarray) -> bool:
         """True if one of the requests, by state, has a processor."""
@@ -58,21 +71,8 @@ class LogitsProcessing:
         )
 
     def begin(self) -> None:
-        """Read the parameters of the rows' requests, once a proposal."""
-        bias, penalties = self._bias, self._penalties
-        parameters = (
-            bias.num_allowed_token_ids,
-            bias.num_logit_bias,
-            bias.min_lens,
-            bias.num_stop_token_ids,
-            bias.restore_when_all_masked,
-            self._req_states.prompt_len,
-            self._bad_words.num_bad_words,
-            penalties.repetition_penalty,
-            penalties.frequency_penalty,
-            penalties.presence_penalty,
-        )
-        keep_parameters(self._rows, [each.gpu for each in parameters], self._bias_parameters)
+        """Copy the parameters of all requests, once a proposal."""
+        torch.stack([each.gpu.view(torch.int32) for each in self._moving], out=self._kept)
 
     def apply(
         self,
@@ -83,13 +83,22 @@ class LogitsProcessing:
         rows, penalties, words = self._rows, self._penalties, self._bad_words
         logits, query_len = logits.float(), len(logits) // rows.num_rows
         self._add_biases(logits, query_len, first_place)
-        counts = penalties.prompt_bin_mask, penalties.output_bin_counts
-        apply_penalties(logits, query_len, first_place, rows, *counts)
+        apply_penalties(
+            logits,
+            query_len,
+            first_place,
+            rows,
+            self._penalty_parameters,
+            penalties.prompt_bin_mask,
+            penalties.output_bin_counts,
+        )
         forbid_bad_words(
             logits,
             query_len,
             first_place,
             rows,
+            self._prompt_len,
+            self._num_bad_words,
             words.bad_word_token_ids.gpu,
             words.bad_word_offsets.gpu,
             self._req_states.all_token_ids.gpu,
