@@ -9,7 +9,7 @@ import torch
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import counted, integers, new_counters, some_rows
 from vllm_triforce.cache.one_head_blocks import ChunkIds
-from vllm_triforce.kernels.offload import PooledSelection, RetrievalPool, stage_blocks
+from vllm_triforce.kernels.offload import RetrievalPool, stage_blocks
 from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
 from vllm_triforce.kernels.row_table import Owner, RowColumn, SlotColumn
 from vllm_triforce.metrics.counters import DeviceCounter
@@ -80,14 +80,14 @@ class World:
                 self._tables,
                 ChunkIds(*self.per),
                 SELECTED,
+                self,
                 self.counters,
                 rows,
             )
         self._tables.copy_(tables)
         self._pool.begin()
-        selection = PooledSelection(self, self._pool, query_len=3)
         for layer in range(3):
-            assert selection.select(layer, torch.zeros(3 * rows.num_rows, 1, 1)) == layer
+            assert self._pool.select(layer, torch.zeros(3 * rows.num_rows, 1, 1)) == layer
         # Each row's places are those of its slot, and its heads'.
         blocks = torch.arange(4 * WIDTH, dtype=torch.int32, device=DEVICE).view(4, WIDTH)
         heads = torch.arange(HEADS, dtype=torch.int32, device=DEVICE)[:, None]

@@ -101,6 +101,7 @@ class RetrievalPool:
             that the rows read, of all layers that retrieve; the host layers are the last.
         chunk_ids: of ``tables``; a chunk is a KV block.
         max_selected: selected blocks of a row and head at most.
+        selection: selects the blocks of any layer, as ``LayerSelection`` (``attention/base.py``).
         counters: [len(DeviceCounter)], int64, added to; it counts blocks of one head.
     """
 
@@ -111,6 +112,7 @@ class RetrievalPool:
         tables: torch.Tensor,
         chunk_ids: ChunkIds,
         max_selected: int,
+        selection,
         counters: torch.Tensor,
         rows: Rows,
     ) -> None:
@@ -120,7 +122,7 @@ class RetrievalPool:
         self.num_layers = len(pools)
         self.first_layer = len(tables) - len(pools)
         """Index of the first host layer among the layers that retrieve."""
-        self._rows, self._counters = rows, counters
+        self._rows, self._counters, self._selection = rows, counters, selection
         self.wanted = tables[self.first_layer :]
         """[num_layers, max_rows * num_kv_heads, width], one-head blocks that the rows read."""
         self._chunk_ids = chunk_ids
@@ -155,6 +157,17 @@ class RetrievalPool:
         row_tables = self.tables.view(rows.max_rows, num_heads, width)
         torch.index_select(self._slot_tables, 0, slots, out=row_tables[: rows.num_rows])
 
+    def select(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [num_rows * (gamma + 1), num_heads, head_dim]
+    ) -> torch.Tensor | None:
+        """Select a layer's blocks, and copy those of a host layer."""
+        by_head = self._selection.select(layer, query)
+        if layer >= self.first_layer:
+            self.copy_selected(layer - self.first_layer, len(query) // (self._rows.gamma + 1))
+        return by_head
+
     def copy_selected(self, host_layer: int, num_rows: int) -> None:
         """Copy a host layer's newly selected blocks, inside a pass of ``num_rows`` rows."""
         selected = triton.next_power_of_2(max(1, self._max_selected))
@@ -187,30 +200,6 @@ class RetrievalPool:
         """Scrub NaN from flagged rows' blocks, before other requests get the slots."""
         tables = self._block_tables[self._rows.column(RowColumn.SLOT).long()]
         self._scrubber(self._rows, tables, None)
-
-
-class PooledSelection:
-    """Selects inside level 2's passes, and copies a host layer's selected blocks to the pool.
-
-    Args:
-        selection: selects the blocks of any layer.
-    """
-
-    def __init__(self, selection, pool: RetrievalPool, query_len: int) -> None:
-        self._selection, self._pool = selection, pool
-        self._query_len = query_len
-
-    def select(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [num_rows * query_len, num_heads, head_dim]
-    ) -> torch.Tensor | None:
-        """Select as ``LayerSelection`` does (``attention/base.py``), and copy."""
-        by_head = self._selection.select(layer, query)
-        if layer >= self._pool.first_layer:
-            num_rows = len(query) // self._query_len
-            self._pool.copy_selected(layer - self._pool.first_layer, num_rows)
-        return by_head
 
 
 @triton.jit

@@ -180,6 +180,7 @@ class SpeculatorPartsV2:
                 selections.tables,
                 attention.chunk_ids(),
                 config.max_selected_blocks,
+                selections.in_pass,
                 sums,
                 self.rows,
             )

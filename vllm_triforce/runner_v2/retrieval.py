@@ -166,11 +166,7 @@ class RetrievalLevelV2:
         self._has_adapters = adapters is not None
         # A round is two graphs: the pass, with or without the launches that select, and its logits,
         # by the kind of sampling.
-        self._in_pass: LayerSelection = selections.in_pass
-        if pool is not None:
-            from vllm_triforce.kernels.offload import PooledSelection
-
-            self._in_pass = PooledSelection(selections.in_pass, pool, rows.gamma + 1)
+        self._in_pass: LayerSelection = selections.in_pass if pool is None else pool
         self._selection: LayerSelection | None = self._in_pass
         parts = SamplingV2(True), [self.model_pass], context
         name = "level 2 round"
