@@ -18,9 +18,9 @@ from vllm_triforce.attention.gpu.impl import _RetrievalImpl
 from vllm_triforce.attention.gpu.paged_kernels import (
     FlashAttention,
     SparseSequences,
-    UniformStarts,
     give_sinks_their_share,
     triton_attention,
+    uniform_starts,
 )
 from vllm_triforce.attention.gpu.retrieval import GPURetrievalAttention
 from vllm_triforce.cache.one_head_blocks import OneHeadBlocks
@@ -80,7 +80,7 @@ class Case:
         blocks = OneHeadBlocks.of(keys, values, self.chunk)
         names = blocks.ids.of(self.tables, torch.arange(heads)[:, None])
         sequences = SparseSequences(
-            UniformStarts()(3 * heads, self.query_len, DEVICE),
+            uniform_starts(3 * heads, self.query_len, DEVICE),
             torch.tensor(SEQ_LENS, dtype=torch.int32).repeat_interleave(heads).to(DEVICE),
             names.flatten(0, 1).to(torch.int32).to(DEVICE),
             self.query_len,

@@ -4,7 +4,7 @@ import torch
 
 from vllm_triforce.attention.base import DraftAttention
 from vllm_triforce.attention.gpu.impl import attach
-from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, UniformStarts
+from vllm_triforce.attention.gpu.paged_kernels import PagedSequences, uniform_starts
 
 
 class GPUDraftAttention(DraftAttention):
@@ -12,7 +12,6 @@ class GPUDraftAttention(DraftAttention):
 
     def __init__(self, layers: dict, builder) -> None:
         super().__init__(layers, builder)
-        self._starts = UniformStarts()
         for layer_name, layer in layers.items():
             impl = layer.impl
             if impl.alibi_slopes is not None or impl.sinks is not None:
@@ -30,7 +29,7 @@ class GPUDraftAttention(DraftAttention):
         block_table: torch.Tensor,  # [num_rows, blocks per window], int32
         max_seq_len: int,
     ) -> dict[str, PagedSequences]:
-        starts = self._starts(num_rows, query_len, seq_lens.device)
+        starts = uniform_starts(num_rows, query_len, seq_lens.device)
         sequences = PagedSequences(starts, seq_lens, block_table, query_len, max_seq_len)
         return dict.fromkeys(self.layer_names, sequences)
 

@@ -5,6 +5,7 @@ when its CUDA graph is captured: lengths and block tables on the device, upper b
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -34,18 +35,10 @@ class SparseSequences(PagedSequences):
     """Completes the layer's block table; None where it is complete."""
 
 
-class UniformStarts:
-    """Query start locations of equally long sequences, in buffers that graphs can rely on."""
-
-    def __init__(self) -> None:
-        self._starts: dict[tuple[int, int], torch.Tensor] = {}
-
-    def __call__(self, num_seqs: int, query_len: int, device) -> torch.Tensor:  # [num_seqs + 1]
-        key = (num_seqs, query_len)
-        if key not in self._starts:
-            starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-            self._starts[key] = starts * query_len
-        return self._starts[key]
+@cache  # graphs rely on the addresses
+def uniform_starts(num_seqs: int, query_len: int, device: torch.device) -> torch.Tensor:
+    """Return query start locations of equally long sequences, [num_seqs + 1], int32."""
+    return torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * query_len
 
 
 class PagedKernel(Protocol):

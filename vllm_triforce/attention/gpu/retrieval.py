@@ -7,7 +7,7 @@ import torch
 from vllm_triforce.attention.base import LayerSelection, RetrievalAttention
 from vllm_triforce.attention.gpu.backends import backend_of, key_and_value, supported_backends
 from vllm_triforce.attention.gpu.impl import attach
-from vllm_triforce.attention.gpu.paged_kernels import SparseSequences, UniformStarts
+from vllm_triforce.attention.gpu.paged_kernels import SparseSequences, uniform_starts
 from vllm_triforce.cache.one_head_blocks import ChunkIds, OneHeadBlocks
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.config.budget import chunk_size
@@ -24,7 +24,6 @@ class GPURetrievalAttention(RetrievalAttention):
     def __init__(self, layers: list, builder, offloads=None) -> None:
         super().__init__(layers, builder, offloads)
         self._keys: KeyPointers | None = None
-        self._starts = UniformStarts()
 
     @staticmethod
     def chunk_size(block_size: int) -> int:
@@ -65,7 +64,7 @@ class GPURetrievalAttention(RetrievalAttention):
         block_tables: Sequence[torch.Tensor],  # each [num_rows * num_kv_heads, width], int32
         selection: LayerSelection | None = None,
     ) -> list[SparseSequences]:
-        starts = self._starts(num_rows * self.num_kv_heads, query_len, seq_lens.device)
+        starts = uniform_starts(num_rows * self.num_kv_heads, query_len, seq_lens.device)
         max_len = block_tables[0].shape[1] * chunk_size(self.layers[0].kv_cache.shape[2])
         schedules: dict = {}
         return [
