@@ -19,7 +19,6 @@ from vllm_triforce.core.models import allocate_layers
 from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.offload.placement import Placement
 
-_SENTINEL = 0x5A
 _MAX_MEASURED_BYTES = 64 << 20
 
 
@@ -160,7 +159,6 @@ class HostMemory:
 
     Raises:
         MemoryError: too little memory is available, or it cannot be pinned.
-        RuntimeError: the device sees a copy of the memory.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -181,24 +179,6 @@ class HostMemory:
             unpin = torch.cuda.cudart().cudaHostUnregister
             weakref.finalize(self, unpin, self._memory.data_ptr())
             self.view = get_accelerator_view_from_cpu_tensor(self._memory)
-        _check_alias(self._memory, self.view)
-
-
-def _check_alias(memory: torch.Tensor, view: torch.Tensor) -> None:
-    """Check that writes through either tensor are visible through the other.
-
-    Raises:
-        RuntimeError: ``view`` is a copy, as it silently is for memory that is not registered.
-    """
-    for index in (0, len(memory) - 1):
-        memory[index] = _SENTINEL
-        value = int(view[index].item())
-        view[index] = 0
-        if value != _SENTINEL or view[index].item() or memory[index]:  # item() synchronizes
-            raise RuntimeError(
-                "kv_offload_gib: the device does not see the host's memory, but a copy of it. "
-                "Check that memory can be pinned here (`ulimit -l`), or drop kv_offload_gib."
-            )
 
 
 def _synchronize(device: torch.device) -> None:
