@@ -1,4 +1,4 @@
-"""Copies of the target's hidden states between passes and the ring of each slot."""
+"""Copies of the target's hidden states from the ring of each slot to a pass."""
 
 import torch
 from vllm.triton_utils import tl, triton
@@ -9,23 +9,9 @@ from vllm_triforce.kernels.rows import Rows
 _BLOCK = 512
 
 
-def store_states(
-    ring: torch.Tensor,  # [num_slots, capacity, hidden_size], written
-    states: torch.Tensor,  # [num_tokens, hidden_size]
-    slots: torch.Tensor,  # [num_tokens], int; negative where a state is dropped
-    positions: torch.Tensor,  # [num_tokens], int64
-) -> None:
-    """Store the states of tokens at their positions, modulo the ring's capacity."""
-    hidden_size = states.shape[1]
-    grid = len(states), triton.cdiv(hidden_size, _BLOCK)
-    _store_kernel[grid](
-        ring, states, states.stride(0), slots, positions, ring.shape[1], hidden_size, BLOCK=_BLOCK
-    )
-
-
 def gather_states(
     rows: Rows,
-    ring: torch.Tensor,  # [num_slots, capacity, hidden_size]
+    ring: torch.Tensor,  # [num_slots or more, capacity, hidden_size]
     query_len: int,
     padded_rows: int,
     out: torch.Tensor,  # [padded_rows * query_len, hidden_size], written
@@ -39,28 +25,6 @@ def gather_states(
     _gather_kernel[grid](
         rows.table, rows.stride, ring, out, query_len, ring.shape[1], hidden_size, BLOCK=_BLOCK
     )
-
-
-@triton.jit
-def _store_kernel(
-    ring_ptr,
-    states_ptr,
-    state_stride,
-    slots_ptr,
-    positions_ptr,
-    capacity,
-    hidden_size,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    if slot < 0:
-        return
-    place = slot * capacity + tl.load(positions_ptr + token) % capacity
-    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = number < hidden_size
-    states = tl.load(states_ptr + token.to(tl.int64) * state_stride + number, mask=mask)
-    tl.store(ring_ptr + place * hidden_size + number, states, mask=mask)
 
 
 @triton.jit

@@ -38,14 +38,16 @@ def buffer_bytes(
     state_bytes = 0
     if config.has_head:  # whose inputs are hidden states
         draft_config = vllm_config.speculative_config.draft_model_config
-        state_bytes = draft_config.get_hidden_size() * draft_config.dtype.itemsize
+        # Runner V2 has one more slot, for states that are dropped.
+        num_states = (seqs + vllm_config.use_v2_model_runner) * config.state_capacity
+        state_bytes = num_states * draft_config.get_hidden_size() * draft_config.dtype.itemsize
     window_numbers = sum(layer.num_kv_heads * layer.head_size for layer in draft_layers.values())
     bytes_by_purpose = {
         "proposals' distributions": logits_bytes * config.num_speculative_tokens,
         **_selection_bytes(layers, config, vllm_config),
         "the draft's windows": window_bytes_per_number * window_numbers,
         "the draft's distributions": logits_bytes * config.gamma if draft_layers else 0,
-        "the head's states": seqs * config.state_capacity * state_bytes,
+        "the head's states": state_bytes,
         "level 2's recurrent states": _recurrent_bytes(recurrent or {}, config, seqs),
     }
     if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:

@@ -10,7 +10,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_triforce.kernels.draw import Distributions
-from vllm_triforce.kernels.hidden_states import gather_states, store_states
+from vllm_triforce.kernels.hidden_states import gather_states
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
@@ -42,7 +42,9 @@ class HiddenStatesV2:
         self._capacity = capacity
         self._device = device
         self._dtype = dtype
-        self.ring = torch.zeros(rows.max_rows, capacity, hidden_size, dtype=dtype, device=device)
+        shape = rows.max_rows + 1, capacity, hidden_size
+        self.ring = torch.zeros(shape, dtype=dtype, device=device)
+        """[num_slots + 1, capacity, hidden_size]; the last slot takes states that are dropped."""
 
     def add_full_pass(
         self,
@@ -83,7 +85,7 @@ class HiddenStatesV2:
         self, aux: Sequence[torch.Tensor], slots: torch.Tensor, positions: torch.Tensor
     ) -> None:
         states = self._fuse(torch.cat(list(aux), -1).to(self._dtype))
-        store_states(self.ring, states, slots, positions)
+        self.ring[slots, positions % self._capacity] = states
 
     def gather(self, inputs: PassInputs, padded_rows: int) -> None:
         """Write the state before each of the newest tokens of each row into ``inputs.hidden``."""
