@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.lora.layers import LoRAMappingType
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_captured_lora_counts
 from vllm.v1.worker.gpu.lora_utils import LoraState
@@ -19,7 +18,6 @@ from vllm_triforce.runner_v2 import passes as model_pass
 from vllm_triforce.runner_v2.adapters import LevelAdapters
 
 MAX_LORAS = 3
-LANGUAGE = LoRAMappingType.LANGUAGE
 
 
 class Runner:
@@ -128,7 +126,7 @@ def test_trials_have_adapters_that_are_made_once(runner):
     by_row = (1, 2, 3, 1)
     assert runner.told == [
         ("dummies", MAX_LORAS),
-        ([2, 1], dict(num_sampled_tokens=None, num_active_loras=MAX_LORAS, mapping_type=LANGUAGE)),
+        ([2, 1], dict(num_sampled_tokens=None, num_active_loras=MAX_LORAS)),
         (by_row, by_row, {1, 2, 3}),
         ("no dummies",),
     ]

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, cycle, islice, repeat
 
-from vllm.lora.layers import LoRAMappingType
 from vllm.lora.request import LoRARequest
 from vllm.v1.worker.gpu.lora_utils import NO_LORA_ID, LoraState
 
@@ -105,23 +104,9 @@ class LevelAdapters:
             finally:
                 self._uses_dummies = False
 
-    def _select_dummies(
-        self,
-        lora_config,
-        num_scheduled_tokens,
-        num_sampled_tokens,
-        remove_lora=True,
-        num_active_loras=0,
-        mapping_type=LoRAMappingType.LANGUAGE,
-    ):
+    def _select_dummies(self, lora_config, num_scheduled_tokens, *, remove_lora=True, **more):
         """Replace ``maybe_dummy_run_with_lora``, which also loads the adapters."""
-        return self._runner.maybe_select_dummy_loras(
-            lora_config,
-            num_scheduled_tokens,
-            mapping_type=mapping_type,
-            num_sampled_tokens=num_sampled_tokens,
-            num_active_loras=num_active_loras,
-        )
+        return self._runner.maybe_select_dummy_loras(lora_config, num_scheduled_tokens, **more)
 
     @property
     def _is_inactive(self) -> bool:

@@ -58,17 +58,8 @@ class _RetrievalImpl(ImplBase):
             exact = torch.empty(output.shape, dtype=query.dtype, device=output.device)
             self._forward_paged(layer, query, kv_cache, attn_metadata, exact)
             return _quantize(exact, output_scale, output)
-        return super().forward(
-            layer,
-            query,
-            key,
-            value,
-            kv_cache,
-            attn_metadata,
-            output,
-            output_scale,
-            output_block_scale,
-        )
+        arguments = layer, query, key, value, kv_cache, attn_metadata, output
+        return super().forward(*arguments, output_scale, output_block_scale)
 
     def _device_cache(self, kv_cache, metadata):
         """Return the device copy of a KV cache in host memory."""
