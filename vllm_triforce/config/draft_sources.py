@@ -49,15 +49,8 @@ def choose_sources(
     """
     fitting, unfit = (HEAD_SOURCE, MODEL_SOURCE) if is_head else (MODEL_SOURCE, HEAD_SOURCE)
     if draft_sources is None:
-        wanted = (fitting, _LOOKUP) if model else (_LOOKUP,)
-        defaults = [name for name in wanted if name in SOURCES]
-        if not defaults or (model and fitting not in defaults):
-            raise ValueError(
-                f"no source of drafts works {'with' if model else 'without'} a draft model. "
-                f"{'Leave out' if model else 'Give'} 'model', or name one of {SOURCES.names} with "
-                "'draft_sources'."
-            )
-        return tuple(defaults) if can_choose else (defaults[0],)
+        defaults = (fitting, _LOOKUP) if model else (_LOOKUP,)
+        return defaults if can_choose else defaults[:1]
     names = parse_sources(draft_sources)
     # This loads the sources; one that imports model layers takes seconds.
     with_model = [name for name in names if SOURCES[name].needs_model]
