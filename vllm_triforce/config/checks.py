@@ -16,6 +16,9 @@ from vllm_triforce.selection import POLICIES
 _GIB = 1 << 30
 # Share of host memory that KV may take; the rest is for weights, buffers and other processes.
 _MAX_HOST_SHARE = 0.9
+# dtypes of KV caches whose keys level 2 reads on a GPU. fp8_e5m2 is missing: vLLM's own dtype for
+# fp8 views is e4m3.
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
 
 
 def check_selection(config: TriForceConfig) -> None:
@@ -211,8 +214,7 @@ def _check_logits_processors(model_config) -> None:
 def _check_kv_cache_dtype(cache_config) -> None:
     """Refuse KV caches whose keys retrieval cannot read."""
     cache_dtype = cache_config.cache_dtype
-    readable = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
-    if cache_dtype not in readable and not (cache_dtype == "fp8_e5m2" and is_cpu()):
+    if cache_dtype not in KV_CACHE_DTYPES and not (cache_dtype == "fp8_e5m2" and is_cpu()):
         raise ValueError(
             f"kv_cache_dtype={cache_dtype!r} is not supported on this platform: retrieval does not "
             "read such quantized keys. Use kv_cache_dtype='auto'."

@@ -62,24 +62,15 @@ def kernel_for(impl, dtype: torch.dtype) -> PagedKernel:
     Args:
         dtype: of the KV cache.
     """
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
     version = None
     if isinstance(impl, FlashAttentionImpl):
         version = impl.vllm_flash_attn_version
-    elif dtype in (torch.float16, torch.bfloat16):
-        version = _flash_version(impl.head_size)
+    elif dtype.itemsize == 2 and FlashAttentionBackend.supports_head_size(impl.head_size):
+        version = get_flash_attn_version(head_size=impl.head_size)
     return FlashAttention(version) if version in (2, 3) else triton_attention
-
-
-def _flash_version(head_size: int) -> int | None:
-    """Return the FlashAttention version that vLLM would use; None for unsupported heads."""
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-
-    if not FlashAttentionBackend.supports_head_size(head_size):
-        return None
-    return get_flash_attn_version(head_size=head_size)
 
 
 def key_and_value(

@@ -11,11 +11,9 @@ from vllm_triforce.attention.gpu.paged_kernels import SparseSequences, uniform_s
 from vllm_triforce.cache.one_head_blocks import ChunkIds, OneHeadBlocks
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.config.budget import chunk_size
+from vllm_triforce.config.checks import KV_CACHE_DTYPES
 from vllm_triforce.kernels.retrieval import KeyPointers, update_chunk_summaries
 from vllm_triforce.selection import Summary
-
-# fp8_e5m2 is missing: vLLM's own dtype for fp8 views is e4m3.
-_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3")
 
 
 class GPURetrievalAttention(RetrievalAttention):
@@ -38,7 +36,7 @@ class GPURetrievalAttention(RetrievalAttention):
             and impl.alibi_slopes is None
             and impl.kv_sharing_target_layer_name is None
             and getattr(impl, "chunk_lookback", -1) == -1
-            and impl.kv_cache_dtype in _KV_CACHE_DTYPES
+            and impl.kv_cache_dtype in KV_CACHE_DTYPES
         )
 
     def has_static_metadata(self, builder) -> bool:
