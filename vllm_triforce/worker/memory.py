@@ -48,8 +48,13 @@ def buffer_bytes(
         "the draft's windows": window_bytes_per_number * window_numbers,
         "the draft's distributions": logits_bytes * config.gamma if draft_layers else 0,
         "the head's states": state_bytes,
-        "level 2's recurrent states": _recurrent_bytes(recurrent or {}, config, seqs),
     }
+    if recurrent and config.uses_level2:
+        bytes_by_purpose["level 2's recurrent states"] = sum(
+            count * seqs * math.prod(shape) * dtype.itemsize
+            for layer in recurrent.values()
+            for count, shape, dtype in own_states(layer, config.gamma + 1)
+        )
     if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         bytes_by_purpose["graphs' logits"] = _logits(config, vllm_config, min(seqs, MAX_ROWS))
     return bytes_by_purpose
@@ -73,17 +78,6 @@ def _selection_bytes(layers: dict, config: ResolvedConfig, vllm_config) -> dict[
         "selections": 4 * seqs * num_layers * num_kv_heads * config.table_width,
         "votes": pass_bytes,
     }
-
-
-def _recurrent_bytes(recurrent: Mapping[str, Any], config: ResolvedConfig, seqs: int) -> int:
-    """Return the bytes of the states that level 2 keeps apart from the full pass's."""
-    if not config.uses_level2:
-        return 0
-    return sum(
-        count * seqs * math.prod(shape) * dtype.itemsize
-        for layer in recurrent.values()
-        for count, shape, dtype in own_states(layer, config.gamma + 1)
-    )
 
 
 def _itemsizes(vllm_config) -> tuple[int, int]:
