@@ -51,34 +51,38 @@ class Keys:
     num_speculative_tokens: int = _key(
         None,
         _PROPOSAL,
-        "Maximum tokens of a proposal, which a full pass verifies (the paper's gamma 2). Chosen: "
-        "up to 32 on Runner V1 and 12 on V2. With `kv_offload_gib` V2 takes up to 16, or 32 if "
-        "`max_num_seqs` is at most 16. With LoRA fewer, so that a step (`--max-num-batched-tokens`)"
-        " has room for `max_num_seqs` proposals, as vLLM requires. Without the controller: 6",
+        "Most tokens of a proposal, which a full pass verifies (the paper's gamma 2). Chosen for "
+        "each request and step: up to 32 on Runner V1 and 12 on V2. On V2 with `kv_offload_gib` up "
+        "to 16, or 32 if `max_num_seqs` is at most 16. With state space or [gated delta "
+        "nets](compatibility.md#gated-delta-nets) up to 4. With LoRA fewer, so that a step "
+        "(`--max-num-batched-tokens`) has room for `max_num_seqs` proposals, as vLLM requires. "
+        "Without the controller: 6",
         unit="tokens",
         low=1,
         high=MAX_NUM_SPECULATIVE_TOKENS,
         default_text="chosen",
-        change="for comparisons, or to limit the room for a batch's verified tokens",
+        change="to compare lengths, or to lower the number of tokens that a step verifies",
     )
     gamma: int = _key(
         None,
         _PROPOSAL,
-        "Tokens that level 1 drafts for each pass of level 2 (the paper's gamma 1). Chosen: up to "
-        "4. Without the controller: 2. On Runner V2 fixed at start: 2, with a head 3, or 4 where "
-        "level 2 has prompt lookup alone",
+        "Tokens that level 1 drafts for each pass of level 2 (the paper's gamma 1). Runner V1 "
+        "chooses it while running, up to 4. Runner V2 fixes it at start: 2 with a draft model, 3 "
+        "with a head, 4 with prompt lookup alone; with [gated delta "
+        "nets](compatibility.md#gated-delta-nets) 2. Without the controller: 2",
         unit="tokens",
         low=1,
         high=MAX_NUM_SPECULATIVE_TOKENS,
         default_text="chosen",
-        change="if the draft is much better or worse than usual. Beside level 2 a given `gamma` "
-        "also fixes the source of drafts",
+        change="if the draft is much better or worse than usual. A given `gamma` leaves one of the "
+        "`draft_sources`, unless `levels` is `1,3`",
     )
     min_context: int = _key(
         None,
         _PROPOSAL,
-        "Requests with a shorter context decode plainly; 0 speculates on all. A given value is not "
-        "changed by the controller. Without the controller: twice the largest `retrieval_budget`",
+        "Requests with a shorter context decode plainly; 0 lets all speculate. The controller does "
+        "not change a given value. Without the controller: twice `retrieval_budget`, by default "
+        "8,192",
         unit="tokens",
         low=0,
         default_text="chosen",
@@ -87,17 +91,18 @@ class Keys:
     adaptive: bool = _key(
         True,
         _PROPOSAL,
-        "True if the controller chooses the three keys above, unless they are given, from measured "
-        "times and acceptance. `false` uses 6, 2 and twice the largest budget",
-        change="for runs that must not depend on timing",
+        "`true`: the [controller](controller.md) chooses `num_speculative_tokens`, `gamma` and "
+        "`min_context` from measured times and acceptance, where you do not give them. `false`: "
+        "there is no controller, and each has the value named in its row",
+        change="`false` for runs that must not depend on timing",
     )
     max_slowdown: float = _key(
         None,
         _PROPOSAL,
         "Share of its speed that a request may lose to speculation, its own or that of others in "
-        "its batch, as planned; on Runner V2 for the batch as measured too. 1 sets no limit: then "
-        "all gain most on average. "
-        "Not for requests with a seed, and not where `min_context` is given or `adaptive` is false",
+        "its batch, by the controller's plan; on Runner V2 the measured loss of a batch is limited "
+        "too. 1 sets no limit: the mean gain of a batch is then largest. Requests with a `seed` "
+        "are exempt. Refused where `min_context` is given or `adaptive` is false",
         unit="share",
         low=0.01,
         high=1,
@@ -107,16 +112,18 @@ class Keys:
     levels: str = _key(
         LEVEL_SETS[0],
         _PROPOSAL,
-        "Levels that take part. `1,3` passes drafts straight to the full pass, `2,3` drafts with "
-        "the target over its retrieval cache, `3` is plain decoding with `kv_offload_gib`",
+        "Levels that take part. `1,3`: drafts go straight to the full pass, as for targets "
+        "[without level 2](compatibility.md#without-level-2). `2,3`: level 2 proposes without "
+        "drafts. `3`: plain decoding, with `kv_offload_gib` alone",
         change="for comparisons",
     )
     retrieval_budget: int = _key(
         None,
         _LEVEL2,
-        "KV cache that level 2 reads: the first chunk, retrieved chunks and recent tokens. Rounded "
-        "up to whole KV blocks (`--block-size`, by default 32 tokens on the CPU) and to room for "
-        "one retrieved chunk; a given value with a line in the log",
+        "Tokens of the KV cache that level 2 reads: the first chunk, retrieved chunks and recent "
+        "tokens. A chunk is a KV block (`--block-size`, by default 32 tokens on the CPU). Rounded "
+        "up to whole chunks and to room for one retrieved chunk; the log says so if the value is "
+        "yours",
         unit="tokens",
         low=1,
         default_text="an eighth of the context, at least 512 and at most 4,096",
@@ -126,30 +133,31 @@ class Keys:
     retrieval_recent_tokens: int = _key(
         None,
         _LEVEL2,
-        "Newest tokens that level 2 always keeps, in whole chunks",
+        "Newest tokens that level 2 always keeps, in whole chunks; a part of `retrieval_budget`",
         unit="tokens",
         low=0,
-        default_text="128, or a quarter of a smaller budget than 512",
+        default_text="128; a quarter of a budget below 512",
         change="rarely",
     )
     selection: str = _key(
         "retrieval",
         _LEVEL2,
-        "Selection policy: `retrieval` (mean keys, as in the paper), `quest` (bounds from each "
-        "chunk's least and greatest numbers, [arXiv 2406.10774](https://arxiv.org/abs/2406.10774)),"
-        " `streaming` (sink and recent tokens, for comparisons). "
+        "Policy by which level 2 selects its chunks. `retrieval`: by their mean keys, as in the "
+        "paper. `quest`: by bounds from the least and greatest numbers of their keys ([arXiv "
+        "2406.10774](https://arxiv.org/abs/2406.10774)). `streaming`: the first and the newest "
+        "tokens, for comparisons. "
         "[One file](../CONTRIBUTING.md#a-selection-policy-in-one-file) adds another",
-        change="if the lab shows that another one agrees more often",
+        change="if the [lab](lab.md) finds a higher acceptance with another one",
     )
     level2_model: str | None = _key(
         None,
         _LEVEL2,
         "A copy of the target with fewer bits a weight, for level 2's passes: a dtype such as "
-        "`bfloat16`, for a target in 16 bits a scheme of vLLM's online quantization such as "
-        "`fp8_per_tensor` (in short `fp8`), or a quantized checkpoint of the target, of the hub "
-        "also as `NAME@REVISION`. The target's `--trust-remote-code` holds for it. It reads and "
-        "writes the target's KV cache, and takes memory beside it. A request with an adapter is "
-        "drafted without it",
+        "`bfloat16`; for a target in 16 bits a scheme of vLLM's online quantization such as "
+        "`fp8_per_tensor` (in short `fp8`); or a quantized checkpoint of the target, as a path, "
+        "hub name or `NAME@REVISION`. The target's `--trust-remote-code` holds for it. It reads "
+        "and writes the target's KV cache; its weights take memory from that cache. A request "
+        "with an adapter is drafted without it",
         default_text="none: the target's weights",
         change="where level 2's passes read more weights than KV cache; measure it first "
         "([when](choosing.md#a-copy-for-level-2))",
@@ -157,8 +165,8 @@ class Keys:
     num_sink_tokens: int = _key(
         None,
         _LEVEL1,
-        "First tokens of the context that a draft model's window keeps (StreamingLLM's sinks). "
-        "With a head, whose window has none, the key is refused",
+        "First tokens of the context (StreamingLLM's sinks) that a draft model's window keeps. "
+        "Refused with a head, whose window has none",
         unit="tokens",
         low=1,
         default_text="16",
@@ -167,8 +175,8 @@ class Keys:
     num_recent_tokens: int = _key(
         240,
         _LEVEL1,
-        "Newest tokens that the draft's window keeps when it is rebuilt. The window must fit the "
-        "draft's positions",
+        "Newest tokens that the window of a draft model or head keeps when it is rebuilt; between "
+        "two rebuilds it grows. The window must fit the draft's positions",
         unit="tokens",
         low=1,
         change="larger for a draft that uses more context, smaller to save memory",
@@ -176,8 +184,9 @@ class Keys:
     draft_sources: str = _key(
         None,
         _LEVEL1,
-        "Sources of drafts, the preferred one first. The controller chooses between several, so "
-        "without it, or with `gamma` given beside level 2, one is used. "
+        "Sources of level 1's drafts, the preferred one first. The controller chooses between "
+        "several. Where it does not (`adaptive` is false, or `gamma` is given and `levels` is not "
+        "`1,3`) the default is the first one, and a list is refused. "
         "[One file](../CONTRIBUTING.md#a-source-of-drafts-in-one-file) adds another",
         unit="names, separated by commas",
         default_text="`draft_model,prompt_lookup` with a draft model, `head,prompt_lookup` with a "
@@ -187,7 +196,7 @@ class Keys:
     prompt_lookup_max: int = _key(
         None,
         _LEVEL1,
-        "Longest n-gram that prompt lookup matches",
+        "Most newest tokens that prompt lookup matches with earlier ones (the longest n-gram)",
         unit="tokens",
         low=1,
         default_text="8",
@@ -202,26 +211,28 @@ class Keys:
         unit="probability",
         low=0,
         high=1,
-        default_text="none: level 2's own test, and the full pass's rates",
+        default_text="none: level 2 tests by its own logits, the full pass by "
+        "`synthetic_acceptance_rates`",
         change="for benchmarks: outputs are not the model's",
     )
     max_speculating_seqs: int = _key(
         None,
         _MEMORY,
-        "Requests that are speculated on at a time; others decode plainly. Runner V2 allocates "
-        "buffers for this number, V1 the draft's windows and a head's states. V2 decodes all "
-        "requests of a batch plainly above 256 requests or four times this number, whichever is "
-        "larger. On V1 a proposed token of a sampled request keeps 4 bytes per token of the "
-        "vocabulary until it is verified",
+        "Requests that are speculated on at a time; others decode plainly. Memory for this number "
+        "is allocated at start: on Runner V2 all buffers of proposals, on V1 the draft's windows "
+        "and a head's states. On V2 a batch of more than 256 requests, or four times this number "
+        "if that is more, decodes plainly. On V1 each proposed token of a sampled request keeps 4 "
+        "bytes per token of the vocabulary until it is verified",
         unit="requests",
         low=1,
-        default_text="64; 4 with `kv_offload_gib`",
+        default_text="64; 4 with `kv_offload_gib`; 8 with [gated delta "
+        "nets](compatibility.md#gated-delta-nets)",
         change="down if memory is short, up for large batches",
     )
     kv_offload_gib: float | None = _key(
         None,
         _MEMORY,
-        "On Runner V2: host memory for the KV cache of the last layers ([how](offload.md))",
+        "Host memory for the KV cache of the last layers ([how](offload.md)), on Runner V2 alone",
         unit="GiB of each rank",
         low=0.001,
         default_text="none",
@@ -230,10 +241,11 @@ class Keys:
     log_interval: float = _key(
         10.0,
         _LOG,
-        "Time between two lines of per-level metrics in the log; 0 logs none. On Runner V2 a line "
-        "waits for the device once",
+        "Time between two lines of per-level figures in the log; 0 logs none. On Runner V2 the "
+        "host waits for the device once a line",
         unit="seconds",
         low=0,
+        change="larger for a shorter log",
     )
     adaptive_keys: frozenset[str] = None  # type: ignore[assignment]
     """Choices of the controller, of ``context``, ``gamma`` and ``length``. Not given by users."""
