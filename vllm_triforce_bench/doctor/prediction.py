@@ -12,7 +12,7 @@ import torch
 
 from vllm_triforce.config import ResolvedConfig, read_config
 from vllm_triforce.config.keys import METHOD
-from vllm_triforce.config.level2 import check_level2_model
+from vllm_triforce.config.level2 import check_level2_model, has_recurrent_layers
 from vllm_triforce_bench.doctor.layers import Layers, kv_bytes_each, level2_model_bytes
 from vllm_triforce_bench.predict import steps
 from vllm_triforce_bench.predict.geometry import Geometry
@@ -20,9 +20,8 @@ from vllm_triforce_bench.predict.machine import Machine, machine_of
 from vllm_triforce_bench.predict.steps import Acceptance, Predictor, Setting
 
 _BATCHES = (1, 4, 16)
-_MIN_CONTEXT = 1024
-# Context by which keys are chosen, or a quarter of the longest.
-_TYPICAL_CONTEXT = 16_384
+# The shortest context, and that by which keys are chosen, or a quarter of the longest.
+_MIN_CONTEXT, _TYPICAL_CONTEXT = 1024, 16_384
 # Smaller gains count as none, as in the controller.
 MIN_GAIN = 1.05
 # Copies of the target, and the growth of level 2's rejections by each (docs/results.md, SmolLM2).
@@ -30,8 +29,7 @@ _COPIES = {"bfloat16": 1.0, "fp8": 1.35}
 _BUDGETS = (1024, 2048, 4096, 8192, 16384)
 # Acceptance of an EAGLE-3 head's tokens by level 2, and the share of the vocabulary that it drafts.
 HEAD_ACCEPTANCE, _HEAD_VOCAB_SHARE = 0.65, 1 / 4
-# Value of the key ``model``: no head is known to the doctor by name.
-HEAD = "HEAD"
+HEAD = "HEAD"  # value of the key ``model``: no head is known to the doctor by name
 
 
 def predict(
@@ -58,6 +56,8 @@ def predict(
     try:
         if config.is_plain or config.kv_offload_gib is not None:
             raise ValueError("KV in host memory is not counted; docs/offload.md has what to expect")
+        if has_recurrent_layers(vllm_config.model_config):
+            raise ValueError("recurrent layers, and level 2's states of them, are not counted")
         if layers.dense:
             raise ValueError(f"{len(layers.dense)} layers stay dense, which is not counted yet")
         if layers.ranks > 1:
