@@ -21,7 +21,7 @@ from vllm_triforce.core.kv_groups import KVGroup
 from vllm_triforce.runner_v2.recurrent import RecurrentLayers
 
 K_HEADS, V_HEADS, DIM, WIDTH = 1, 2, 16, 4
-NUM_SPEC, GAMMA = 4, 2
+NUM_SPEC = 2
 CONV_DIM = 2 * K_HEADS * DIM + V_HEADS * DIM
 NUM_BLOCKS = 40
 
@@ -126,8 +126,10 @@ def full_pass(table: torch.Tensor, num_accepted: list[int], length: int) -> GDNA
     )
 
 
+# With drafts of level 1 as many as the full pass verifies, and more.
+@pytest.mark.parametrize("gamma", [2, 3])
 @pytest.mark.parametrize("aligned", [False, True], ids=["", "prefix caching"])
-def test_passes_resume_from_the_last_accepted_token(aligned, monkeypatch):
+def test_passes_resume_from_the_last_accepted_token(aligned, gamma, monkeypatch):
     monkeypatch.setattr(qwen_gdn_linear_attn, "causal_conv1d_update", conv1d_on_a_gpu())
     layers = {f"net {n}": Layer(n) for n in range(3)}
     groups = [
@@ -141,7 +143,7 @@ def test_passes_resume_from_the_last_accepted_token(aligned, monkeypatch):
         for _ in groups
     ]
     group_of = {"net 2": 0, "net 0": 2, "net 1": 2}
-    rows = some_rows(2, GAMMA)
+    rows = some_rows(2, gamma)
     # Two full passes: of the first all tokens stay, of the second one and three.
     accepted = [1, 3]
     for tokens, before in (([1, 2, 3, 4, 5, 6], [1, 1]), ([7, 8, 9, 10, 11, 12], [3, 3])):
@@ -159,23 +161,22 @@ def test_passes_resume_from_the_last_accepted_token(aligned, monkeypatch):
     level2 = RecurrentLayers(layers, layers, groups, rows, model_state, DEVICE)
     init_rows(rows, [100, 100])
     level2.begin(Batch(tables))
-    # A pass of the newest token and two drafts, of which none and all stay, then another.
+    # A pass of the newest token and its drafts, of which none and two stay, then another.
+    length = gamma + 1
     for newest, drafts, emitted in (
-        ([20, 21], [[30, 31], [32, 33]], [1, 3]),
-        ([22, 23], [[34, 35], [36, 37]], [2, 1]),
+        ([20, 21], [[30, 31, 38], [32, 33, 39]], [1, 3]),
+        ([22, 23], [[34, 35, 40], [36, 37, 41]], [2, 1]),
     ):
         level2.begin_pass()
-        tokens = [token for row in range(2) for token in (newest[row], *drafts[row])]
+        tokens = [token for row in range(2) for token in (newest[row], *drafts[row][:gamma])]
         for name, own in level2.layers.items():
             found = attend(own, level2.metadata(2), tokens, monkeypatch).cpu()
             for row in range(2):
-                sequence = histories[row] + tokens[3 * row : 3 * row + 3]
-                wanted = expected(layers[name], sequence)[-3:]
-                torch.testing.assert_close(
-                    found[3 * row : 3 * row + 3], wanted, rtol=1e-3, atol=1e-4
-                )
+                of_row = slice(length * row, length * (row + 1))
+                wanted = expected(layers[name], histories[row] + tokens[of_row])[-length:]
+                torch.testing.assert_close(found[of_row], wanted, rtol=1e-3, atol=1e-4)
         for row, count in enumerate(emitted):
-            histories[row] = histories[row] + tokens[3 * row : 3 * row + count]
+            histories[row] = histories[row] + tokens[length * row : length * row + count]
         rows.length[:2] += torch.tensor(emitted, dtype=torch.int32, device=DEVICE)
         rows.num_emitted[:2] = torch.tensor(emitted, dtype=torch.int32, device=DEVICE)
     after = [list(layer.kv_cache) for layer in layers.values()]

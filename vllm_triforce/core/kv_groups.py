@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 NO_SPARSE_LAYER = (
     "no layer of the target has full attention that TriForce can make sparse (sliding windows and "
@@ -48,9 +49,14 @@ def recurrent_layers(vllm_config) -> dict[str, Any]:
 def own_states(layer: Any, query_len: int) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
     """Return how many states a row of level 2 has in a layer, their shape and dtype, by kind.
 
-    A convolution's state holds the tokens of a whole pass.
+    A convolution's state holds the tokens of a whole pass. The full pass's holds those of its own
+    drafts, which may be fewer than ``gamma``.
     """
-    return list(zip((1, query_len), layer.get_state_shape(), layer.get_state_dtype()))
+    convolution, recurrent = layer.get_state_shape()
+    num_tokens = layer.conv_kernel_size - 1 + query_len - 1
+    axis = len(convolution) - 1 if is_conv_state_dim_first() else 0
+    convolution = (*convolution[:axis], num_tokens, *convolution[axis + 1 :])
+    return list(zip((1, query_len), (convolution, recurrent), layer.get_state_dtype()))
 
 
 def check_kernel_blocks(block_sizes: list[int], kernel_block_sizes: list[int]) -> None:
@@ -63,8 +69,9 @@ def check_kernel_blocks(block_sizes: list[int], kernel_block_sizes: list[int]) -
         if size != kernel_size:
             raise ValueError(
                 f"block_size={size}: the attention backend's kernels read such a KV block as "
-                f"blocks of {kernel_size} tokens, which level 2's tables do not name; use "
-                f"--block-size {kernel_size}, or another --attention-backend"
+                f"blocks of {kernel_size} tokens, which level 2's tables do not name; use another "
+                f"--attention-backend (FLASH_ATTN, TRITON_ATTN) or, for a target without recurrent "
+                f"layers, --block-size {kernel_size}"
             )
 
 
