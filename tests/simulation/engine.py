@@ -16,7 +16,12 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 
 from tests.models import PAIR
@@ -84,10 +89,11 @@ def make_scheduler(
     block_size: int = 32,
     prefix_caching: bool = False,
     scheduler_cls: type | None = None,
+    more_specs: Iterable[KVCacheSpec] = (),
     **keys,
 ):
-    """With a KV cache of so many blocks; ``keys`` are TriForce's, whose schedulers for Runner V2
-    are the default."""
+    """With a KV cache of so many blocks, of a layer with full attention and more layers; ``keys``
+    are TriForce's, whose schedulers for Runner V2 are the default."""
     config = copy.copy(_configured(is_ours, tuple(sorted(keys.items()))))
     config.__class__ = _OnRunnerV2
     for part in ("scheduler_config", "cache_config", "model_config", "additional_config"):
@@ -108,7 +114,9 @@ def make_scheduler(
     spec = FullAttentionSpec(
         block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
     )
-    cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    specs = [spec, *more_specs]
+    groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+    cache = KVCacheConfig(num_blocks, [], groups)
     schedulers = {
         (False, False): Scheduler,
         (False, True): AsyncScheduler,

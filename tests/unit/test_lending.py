@@ -4,10 +4,12 @@ step what prompts leave, and whether one is verified does not depend on those be
 from concurrent.futures import Future
 
 import pytest
+import torch
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from tests.unit.stepping import BLOCK, DRAFT, STOP, TOKEN, add, num_held, scheduler, step
@@ -42,6 +44,29 @@ def test_a_plain_token_in_a_lent_block_keeps_its_place():
     assert not output.preempted_req_ids
     assert output.num_scheduled_tokens.keys() == {"a", "b", "c"}
     assert "a" not in output.scheduled_spec_decode_tokens
+
+
+@pytest.mark.parametrize("mode, block_size", [("none", 1024), ("align", BLOCK)])
+def test_states_are_not_taken_back(mode, block_size):
+    """One of them is that of the last accepted token."""
+    states = MambaSpec(
+        block_size=block_size,
+        shapes=((1,),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=8,
+    )
+    its = scheduler(40, num_drafts=8, more_specs=[states], max_num_batched_tokens=1024)
+    add(its, "a", [5] * 30)
+    step(its, num_drafts=8)
+    held = its.kv_cache_manager.get_block_ids("a")
+    assert len(held[0]) == 3
+    free = its.kv_cache_manager.block_pool.get_num_free_blocks()
+    # With the block of attention that is lent to a, it has room beside its own states.
+    add(its, "b", [6] * (BLOCK * (free + 1 - 9) - 1))
+    output = step(its)
+    assert output.triforce_blocks_kept == {"a": (2, len(held[1]))}
+    assert its.kv_cache_manager.get_block_ids("a")[1][: len(held[1])] == held[1]
 
 
 @pytest.fixture

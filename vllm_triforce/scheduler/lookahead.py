@@ -10,6 +10,9 @@ Plain tokens are a token of each request that decodes, and all that prompts can 
 those that are read, and those that vLLM would admit without drafts. Drafts of seeded requests come
 before prompts, as their samples must not depend on arrivals.
 
+Blocks of recurrent states are never lent: after a step the accepted state is in one that a draft's
+token had.
+
 ``PrefixCacheMixin`` puts blocks filled by accepted tokens into the prefix cache in the same step.
 Stock vLLM caches a block when the step that fills it is scheduled, without tokens that may still be
 rejected. After a request's last step, or a preemption, those tokens would never be cached, and the
@@ -23,6 +26,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
 
 from vllm_triforce.core.limits import sampling_seed
@@ -152,7 +156,9 @@ class LookaheadMixin(SchedulerBase):
         kept = []
         for manager in self._managers:
             blocks = manager.req_to_blocks[request.request_id]
-            count = min(len(blocks), -(-request.num_computed_tokens // manager.block_size))
+            count = len(blocks)
+            if not isinstance(manager, MambaManager):
+                count = min(count, -(-request.num_computed_tokens // manager.block_size))
             self.kv_cache_manager.block_pool.free_blocks(reversed(blocks[count:]))
             del blocks[count:]
             kept.append(count)
@@ -237,7 +243,12 @@ class LookaheadMixin(SchedulerBase):
         """Count blocks that a request still lacks for its first ``end`` tokens."""
         request_id = request.request_id
         return sum(
-            max(0, -(-end // manager.block_size) - len(manager.req_to_blocks.get(request_id, ())))
+            max(
+                0,
+                -(-end // manager.block_size)
+                + _num_states(manager)
+                - len(manager.req_to_blocks.get(request_id, ())),
+            )
             for manager in self._managers
         )
 
@@ -247,6 +258,7 @@ class LookaheadMixin(SchedulerBase):
         return sum(
             max(0, len(manager.req_to_blocks.get(request_id, ())) + -computed // manager.block_size)
             for manager in self._managers
+            if not isinstance(manager, MambaManager)
         )
 
     def _num_more(self, request, end: int, count: int) -> int:
@@ -373,6 +385,11 @@ class LookaheadMixin(SchedulerBase):
             num_tokens_main_model=end,
             apply_admission_cap=True,
         )
+
+
+def _num_states(manager) -> int:
+    """Return the blocks that a request has of a KV cache group for the states of its drafts."""
+    return manager.num_speculative_blocks if isinstance(manager, MambaManager) else 0
 
 
 def _announce(scheduler_output, request_id: str, block_ids: tuple[list[int], ...]) -> None:
