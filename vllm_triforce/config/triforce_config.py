@@ -60,7 +60,7 @@ class ResolvedConfig(Keys):
     """Result of ``TriForceConfig.resolve()``; goes to the workers as JSON."""
 
     block_size: int = dataclasses.field(kw_only=True)
-    """Tokens in one of vLLM's KV blocks, which is a retrieval chunk."""
+    """Tokens in a retrieval chunk: one of vLLM's KV blocks, on a GPU also a part of a large one."""
     min_retrieval_budget: int = dataclasses.field(kw_only=True)
     """``retrieval_budget`` is the budget of the longest contexts, this that of the shortest."""
 
@@ -319,7 +319,7 @@ class TriForceConfig(Keys):
                 )
 
     def resolve(self, block_size: int, is_exact: bool = False) -> ResolvedConfig:
-        """Fill in all other keys, and fit sizes to vLLM's KV block, which is a retrieval chunk.
+        """Fill in all other keys, and fit sizes to retrieval chunks, mostly vLLM's KV blocks.
 
         Budgets are rounded up to whole blocks, and to room for one retrieved chunk, or refused if
         ``is_exact``.

@@ -13,6 +13,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_triforce.config import TriForceConfig, check_draft, checks
+from vllm_triforce.config.budget import chunk_size
 from vllm_triforce.config.keys import METHOD
 from vllm_triforce.config.level2 import (
     check_level2_model,
@@ -291,15 +292,17 @@ def _read_kept(additional_config) -> tuple[TriForceConfig, str | None]:
 def _finish_config(vllm_config):
     """Resolve our keys, check them against the engine's, and set worker and scheduler classes."""
     config, draft_model = _read_kept(vllm_config.additional_config)
-    block_size = vllm_config.cache_config.block_size
-    resolved = config.resolve(block_size)
+    chunk = vllm_config.cache_config.block_size
+    if not checks.is_cpu():  # where a chunk is a whole block
+        chunk = chunk_size(chunk)
+    resolved = config.resolve(chunk)
     given = config.retrieval_budget
     if given not in (None, resolved.retrieval_budget) and not config.is_plain:
         logger.warning(
-            "retrieval_budget=%d does not fit vLLM's KV block of %d tokens: it is %d. A smaller "
-            "--block-size allows smaller budgets.",
+            "retrieval_budget=%d does not fit chunks of %d tokens, vLLM's KV blocks or parts of "
+            "them: it is %d. A smaller --block-size allows smaller budgets.",
             given,
-            block_size,
+            chunk,
             resolved.retrieval_budget,
         )
     checks.check_vllm_config(vllm_config, resolved)

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_triforce.attention.platforms import attention_for
 from vllm_triforce.config import ResolvedConfig, read_config
+from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.core.kv_groups import recurrent_layers
 from vllm_triforce.core.messages import attach_drafts
 from vllm_triforce.metrics.carrier import CounterSender
@@ -96,7 +97,10 @@ class TriForceGPUWorker(Worker):
         if config.is_plain:
             return {}, 0.0
         target_layers = self.triforce.target_layers
-        can_retrieve = attention_for(current_platform).retrieval.can_retrieve
+        retrieval = attention_for(current_platform).retrieval
+        # vLLM's blocks have their size now, and did not when the engine was configured.
+        config = fit_blocks(config, retrieval.chunk_size(self.vllm_config.cache_config.block_size))
+        can_retrieve = retrieval.can_retrieve
         layers = {name: layer for name, layer in target_layers.items() if can_retrieve(layer)}
         layers = layers or target_layers  # without any, allocate() says why
         return (
