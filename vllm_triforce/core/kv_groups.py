@@ -69,9 +69,9 @@ def check_kernel_blocks(block_sizes: list[int], kernel_block_sizes: list[int]) -
         if size != kernel_size:
             raise ValueError(
                 f"block_size={size}: the attention backend's kernels read such a KV block as "
-                f"blocks of {kernel_size} tokens, which level 2's tables do not name; use another "
-                f"--attention-backend (FLASH_ATTN, TRITON_ATTN) or, for a target without recurrent "
-                f"layers, --block-size {kernel_size}"
+                f"blocks of {kernel_size} tokens, which level 2's tables do not name; use "
+                f"--attention-backend TRITON_ATTN or, for a target without recurrent layers, "
+                f"--block-size {kernel_size}"
             )
 
 

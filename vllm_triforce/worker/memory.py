@@ -51,7 +51,7 @@ def buffer_bytes(
     }
     if recurrent and config.uses_level2:
         bytes_by_purpose["level 2's recurrent states"] = sum(
-            count * seqs * math.prod(shape) * dtype.itemsize
+            (1 + count * seqs) * math.prod(shape) * dtype.itemsize
             for layer in recurrent.values()
             for count, shape, dtype in own_states(layer, config.gamma + 1)
         )
