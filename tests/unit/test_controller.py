@@ -7,6 +7,8 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +42,7 @@ from vllm_triforce.controller.exploration import TRIAL_SHARE
 from vllm_triforce.controller.measurements import BreakEven, interpolate
 from vllm_triforce.controller.options import build_options
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Route
+from vllm_triforce.runner_v1.calibration import Calibration
 
 ON_CPU = World(SMALL_ON_CPU, 0.0, 0.0, overhead=0.0015, speculating=0.001, deciding=0.0015)
 
@@ -66,6 +69,23 @@ def test_attention_is_interpolated_between_measurements():
     rows = 0.5 * interpolate(LONG_PAYS.full_by_rows, 12)
     found = model.full_pass([3, 9], [700, 50_000])
     assert found == pytest.approx(rows + table[2, 3] + table[3, 9])
+
+
+@pytest.mark.parametrize(
+    "longest, seconds, lengths, contexts",
+    [
+        (20_000, 0.1, 14, [16, 2048, 16_384, 20_000]),
+        (30_000, 0.3, 6, [16, 2048, 16_384, 30_000]),
+        (30_000, 0.8, 4, [16, 30_000]),
+        (2048, 9.0, 2, [16, 2048]),
+    ],
+)
+def test_a_slow_model_is_measured_at_a_few_lengths(longest, seconds, lengths, contexts):
+    """A second token may cost more than the next six, attention between contexts is a line."""
+    made: Any = SimpleNamespace(_longest_pass=lambda: (longest, seconds), _length=32)
+    tokens, found = Calibration._full_pass_shapes(made)
+    assert len(tokens) == lengths and found == contexts
+    assert {1, 33} <= {*tokens} and (lengths == 2 or {2, 8} < {*tokens})
 
 
 def test_several_requests_fill_a_machine_that_one_leaves_idle():

@@ -34,6 +34,8 @@ from vllm_triforce.runner_v1.speculator import SpeculatorV1
 # or save time where another kernel takes over. A second token may cost more than the next six.
 _TOKENS = (1, 2, 8, 17, 4, 16, 33, 12, 24, 9, 5, 13, 25, 20, 32)
 _CONTEXTS = (2048, 16384)
+# With so few lengths no contexts between the shortest and the longest: attention is nearly linear.
+_FEW_LENGTHS = 4
 # Runs of a pass whose median counts.
 _REPEATS = 3
 # Budget of the full passes. No pass is longer than a share of it: beyond their longest context the
@@ -138,12 +140,14 @@ class Calibration:
         to its context. That of most tokens takes ``slowest`` seconds at the ``longest`` context.
         """
         longest, slowest = self._longest_pass()
-        contexts = [min(NO_CONTEXT, longest - 1), *(c for c in _CONTEXTS if c < longest), longest]
-        context_shares = sum(0.1 + 0.9 * c / longest for c in contexts)
+        between = [c for c in _CONTEXTS if c < longest]
         for count in range(len(_TOKENS), 0, -1):
             tokens = sorted({*(q for q in _TOKENS[:count] if q <= self._length), self._length + 1})
+            inner = between if count > _FEW_LENGTHS else []
+            contexts = [min(NO_CONTEXT, longest - 1), *inner, longest]
             shares = sum(_ONE_TOKEN + (1 - _ONE_TOKEN) * q / tokens[-1] for q in tokens)
-            if slowest * (1 + _REPEATS) * context_shares * shares < _MAX_SECONDS:
+            shares *= sum(0.1 + 0.9 * c / longest for c in contexts)
+            if slowest * (1 + _REPEATS) * shares < _MAX_SECONDS:
                 break
         return tokens, contexts
 
