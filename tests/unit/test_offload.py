@@ -186,6 +186,11 @@ def test_unsupported_settings_are_refused(changes, said):
         check_offload(engine(**changes), config)
 
 
+def test_blocks_of_any_size_are_staged_where_level_2_takes_no_part():
+    keys = TriForceConfig(kv_offload_gib=0.5, levels="3").with_defaults(can_adapt=True)
+    check_offload(engine(cache_config__block_size=544), keys.resolve(544))
+
+
 def test_more_than_the_machine_has_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"kv_offload_gib=1e\+06: the machine has \d+\.\d GiB"):
         check_offload(engine(), TriForceConfig(kv_offload_gib=1e6).resolve(16))

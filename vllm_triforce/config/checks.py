@@ -259,7 +259,7 @@ def check_offload(vllm_config, config: ResolvedConfig) -> None:
             "prefix cache in host memory, where it already is. Use one of the two."
         )
     block_size = vllm_config.cache_config.block_size
-    if chunk_size(block_size) != block_size:
+    if config.uses_level2 and chunk_size(block_size) != block_size:
         raise ValueError(
             f"{setting} is not supported with --block-size {block_size}: level 2 splits such "
             "blocks into chunks, and its pool holds whole blocks. Use 128 at most."
