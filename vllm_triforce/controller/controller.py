@@ -295,7 +295,7 @@ class Controller:
         choice = choice or self._chosen.get(request_id, PLAIN)
         if choice is PLAIN or not self.chooses:
             return
-        self.trials.on_verified(request_id, accepted)
+        self.trials.on_verified(request_id, choice.route, accepted)
         num_unbiased = self.stop_rules.observe_direct(request_id, choice.route, drafted, accepted)
         drafted, accepted = min(num_unbiased, drafted), min(num_unbiased, accepted)
         self.acceptance.observe_full_pass(request_id, choice, drafted, accepted, probs)

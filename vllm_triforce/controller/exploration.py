@@ -110,7 +110,7 @@ class Trials:
         self._num_decisions = 0
         self._waiting_since: dict[str, int] = {}
         """Decision in which a request came, or had its last trial."""
-        self._pending: dict[str, tuple[float, int, float]] = {}
+        self._pending: dict[str, tuple[str, float, int, float]] = {}
         """Each request's last trial without an outcome: seconds that were spent, and the requests
         and the plain seconds of its step."""
 
@@ -186,13 +186,17 @@ class Trials:
             columns[row], fixed_s, num_trials = trial, 0.0, num_trials + 1
             request_id = candidates[row].request_id
             self._waiting_since[request_id] = self._num_decisions
-            self._pending[request_id] = cost_s, num_reqs, costs.plain_s
+            route = options.choice(row, trial).route
+            self._pending[request_id] = route, cost_s, num_reqs, costs.plain_s
         return num_trials > 0
 
-    def on_verified(self, request_id: str, num_accepted: int) -> None:
-        """Refund the seconds that a trial's accepted tokens save, by the rule of ``plan()``."""
-        if request_id in self._pending:
-            cost_s, num_reqs, plain_s = self._pending.pop(request_id)
+    def on_verified(self, request_id: str, route: str, num_accepted: int) -> None:
+        """Refund the seconds that a trial's accepted tokens save, by the rule of ``plan()``.
+
+        On Runner V2 the outcome of an earlier proposal, by another route, may come first.
+        """
+        if self._pending.get(request_id, ("",))[0] == route:
+            _, cost_s, num_reqs, plain_s = self._pending.pop(request_id)
             self._save(min(cost_s, ((1 + num_accepted) ** (1 / num_reqs) - 1) * plain_s))
 
     @property
