@@ -3,6 +3,7 @@ simulated clock."""
 
 import copy
 import functools
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -127,7 +128,8 @@ def make_scheduler(
         vllm_config=config,
         kv_cache_config=cache,
         structured_output_manager=_AnyToken(),
-        block_size=block_size,
+        block_size=math.lcm(*(spec.block_size for spec in specs)),
+        hash_block_size=block_size,
         log_stats=False,
     )
 

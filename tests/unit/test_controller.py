@@ -42,7 +42,7 @@ from vllm_triforce.controller.exploration import TRIAL_SHARE
 from vllm_triforce.controller.measurements import BreakEven, interpolate
 from vllm_triforce.controller.options import build_options
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Route
-from vllm_triforce.runner_v1.calibration import Calibration
+from vllm_triforce.runner_v1 import calibration
 
 ON_CPU = World(SMALL_ON_CPU, 0.0, 0.0, overhead=0.0015, speculating=0.001, deciding=0.0015)
 
@@ -80,10 +80,13 @@ def test_attention_is_interpolated_between_measurements():
         (2048, 9.0, 2, [16, 2048]),
     ],
 )
-def test_a_slow_model_is_measured_at_a_few_lengths(longest, seconds, lengths, contexts):
+def test_a_slow_model_is_measured_at_a_few_lengths(
+    longest, seconds, lengths, contexts, monkeypatch
+):
     """A second token may cost more than the next six, attention between contexts is a line."""
+    monkeypatch.setattr(calibration, "_MAX_SECONDS", 8.0)  # less in tests
     made: Any = SimpleNamespace(_longest_pass=lambda: (longest, seconds), _length=32)
-    tokens, found = Calibration._full_pass_shapes(made)
+    tokens, found = calibration.Calibration._full_pass_shapes(made)
     assert len(tokens) == lengths and found == contexts
     assert {1, 33} <= {*tokens} and (lengths == 2 or {2, 8} < {*tokens})
 
