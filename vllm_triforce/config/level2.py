@@ -183,9 +183,7 @@ def why_no_level2(model_config) -> str | None:
     """Return why level 2 takes no part in speculating for a target; None if it does."""
     has_own_states = any(name in _GATED_DELTA_NETS for name in model_config.architectures)
     if has_recurrent_layers(model_config) and not has_own_states:
-        return (
-            "it keeps no states of its own for linear-attention or state-space layers of this kind"
-        )
+        return "level 2 keeps no states for its kind of linear-attention or state-space layers"
     if model_config.use_mla:
         return "its multi-head latent attention (MLA) caches no keys per head to select by"
     if has_alibi(model_config):

@@ -22,8 +22,8 @@ from vllm_triforce.selection import POLICIES
 # Bounds of the controller's choices. Past 32 tokens, an acceptance of 0.97 a token adds less than
 # 0.4 of a token for each one more.
 _MAX_LENGTH, _MAX_GAMMA = 32, 4
-# With a head on Model Runner V2: by a roofline of an H200 3 to 9 % faster than 2, level 2 accepting
-# 0.6 or 0.75 of a head's tokens, and 1 to 2 % slower at 0.3, as of small draft models.
+# With a head on Model Runner V2. Predicted by a roofline of an H200, not measured: 3 to 9 % faster
+# than 2 where level 2 accepts 0.6 or 0.75 of a head's tokens, 1 to 2 % slower at 0.3.
 _HEAD_GAMMA = 3
 # On Model Runner V2 each token of a proposal has a distribution on the device, used or not.
 _MAX_FIXED_SHAPE_LENGTH = 12

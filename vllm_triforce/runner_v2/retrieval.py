@@ -145,6 +145,7 @@ class RetrievalLevelV2:
         self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=context.device)
         self._chunk_tables = chunk_tables
         self._split = chunk_tables.shape[1] // tables[self._sparse_group].shape[1]
+        self._parts = torch.arange(self._split, dtype=torch.int32, device=context.device)
         self.pool = pool
         layer_names = groups[self._sparse_group].sparse_layer_names
         self._pooled_names = set() if pool is None else set(layer_names[-pool.num_layers :])
@@ -223,8 +224,7 @@ class RetrievalLevelV2:
         if self._split == 1:
             return blocks
         chunks = self._chunk_tables[: len(blocks)].unflatten(1, (-1, self._split))
-        parts = torch.arange(self._split, dtype=torch.int32, device=blocks.device)
-        return torch.add(parts, blocks[:, :, None], alpha=self._split, out=chunks).flatten(1)
+        return torch.add(self._parts, blocks[:, :, None], alpha=self._split, out=chunks).flatten(1)
 
     def forward(self, sampling: SamplingV2, may_select: bool = True) -> LevelLogits:
         """Return logits after each row's newest token and each draft, ``gamma + 1`` places.
