@@ -109,7 +109,8 @@ def _route_masks(options: Options) -> Iterator[np.ndarray]:  # [num_reqs, num_op
     """
     yield options.is_possible
     routes, with_passes = np.array(options.routes), _routes_with_passes(options)
-    for route in with_passes if len(with_passes) > 1 else ():
+    # One request takes one route.
+    for route in with_passes if len(with_passes) > 1 and len(options.tokens) > 1 else ():
         others = [r for r in with_passes if r != route]
         yield options.is_possible & ~np.isin(routes, others)
 
@@ -128,6 +129,8 @@ def unshared_seconds(
 ) -> np.ndarray:  # [...]
     """Return the seconds of plans' passes beyond their requests' shares of them."""
     rows, is_taken = np.arange(len(options.tokens)), columns >= 0
+    if len(rows) == 1:
+        return np.zeros(columns.shape[:-1])  # a request alone pays for all of its passes
     passes = np.where(is_taken, options.passes[rows, columns], 0)
     seconds = -np.where(is_taken, options.shared_s[rows, columns], 0).sum(-1)
     routes = np.array(options.routes)
