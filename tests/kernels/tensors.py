@@ -7,7 +7,7 @@ import torch
 from tests.kernels.device import DEVICE
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.draw import Distributions, ExponentialSampler, LevelLogits
-from vllm_triforce.kernels.row_table import Owner, RowColumn, stack_columns
+from vllm_triforce.kernels.row_table import Owner, RowColumn, StateColumn, stack_columns
 from vllm_triforce.kernels.rows import RowLimits, Rows, SamplingParameters
 from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.metrics.counters import DeviceCounter
@@ -33,14 +33,17 @@ def some_rows(num_rows: int, gamma: int, num_speculative_tokens: int = 6, **fiel
     """Make rows in slots of their own, with one to spare behind them.
 
     Args:
-        fields: tensors of ``Rows`` by name, or numbers for each row.
+        fields: by name, tensors of ``Rows`` or columns of its table, or numbers for each row.
     """
     rows = Rows(num_rows + 1, num_speculative_tokens, gamma, VOCAB_SIZE, NO_LIMITS, DEVICE)
     rows.num_rows = num_rows
     rows.row_metadata[:num_rows, RowColumn.SLOT] = torch.arange(num_rows, device=DEVICE)
-    rows.rounds_left.fill_(100)
+    rows.table[:, StateColumn.ROUNDS_LEFT] = 100
     for name, values in fields.items():
-        getattr(rows, name)[:num_rows] = torch.as_tensor(values).to(DEVICE)
+        field = getattr(rows, name, None)
+        if field is None:
+            field = rows.table[:, StateColumn[name.upper()]]
+        field[:num_rows] = torch.as_tensor(values).to(DEVICE)
     return rows
 
 

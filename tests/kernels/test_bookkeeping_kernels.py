@@ -15,7 +15,13 @@ from vllm_triforce.kernels.pass_inputs import (
     prepare_window_inputs,
 )
 from vllm_triforce.kernels.proposals import count_full_pass
-from vllm_triforce.kernels.row_table import Owner, RowColumn, SlotColumn, stack_columns
+from vllm_triforce.kernels.row_table import (
+    Owner,
+    RowColumn,
+    SlotColumn,
+    StateColumn,
+    stack_columns,
+)
 from vllm_triforce.kernels.rows import RowLimits, Rows, SamplingParameters
 from vllm_triforce.metrics.counters import DeviceCounter
 
@@ -78,19 +84,18 @@ def test_rows_are_drawn_for_as_their_requests_ask():
 def test_rows_begin_after_the_full_pass():
     rows = begun()
     assert rows.computed.tolist() == [603, 107, 99, 0, 0]
-    assert rows.last_token.tolist()[:3] == [105, 101, 103]
+    assert rows.table[:3, StateColumn.LAST_TOKEN].tolist() == [105, 101, 103]
     # six; what is reserved; what max_model_len or max_tokens leave
     assert rows.room.tolist() == [6, 5, 1, 0, 0]
     # 603 tokens are 37 full blocks, of which 4 are recent
     assert rows.tail.tolist()[:3] == [33, 2, 2]
     assert rows.num_selected.tolist()[:3] == [10, 2, 2]
-    assert rows.skipped.tolist()[:3] == [(33 - 10) * BLOCK_SIZE, 0, 0]
     # a new owner of a slot has no summaries
     assert rows.first_newly_full.tolist()[:3] == [0, 6, 5]
     assert rows.last_newly_full.tolist()[:3] == [37, 6, 6]
     assert rows.table[:, SlotColumn.SUMMARIZED].tolist() == [6, 37, 0, 6, 0]
     assert rows.length.tolist() == [0] * 5
-    assert rows.rounds_left.tolist() == [2, 3, 1, 0, 0]
+    assert rows.table[:, StateColumn.ROUNDS_LEFT].tolist() == [2, 3, 1, 0, 0]
 
 
 def test_rows_that_cannot_propose_have_no_room():
@@ -195,7 +200,8 @@ def test_target_is_fed_the_newest_token_and_the_drafts(heads):
             assert inputs.slot_mapping[at] == (place if j <= drafts else -1)
         assert dense[row] == position + 3
         own = inputs.seq_lens[row * heads : (row + 1) * heads]
-        assert (own == position + 3 - rows.skipped[row]).all()
+        skipped = (rows.tail[row] - rows.num_selected[row]) * BLOCK_SIZE
+        assert (own == position + 3 - skipped).all()
     assert (inputs.slot_mapping[6:12] == -1).all()
     assert (inputs.seq_lens[2 * heads : 4 * heads] == 3).all()
 

@@ -6,6 +6,7 @@ import torch
 from tests.kernels.device import DEVICE
 from tests.kernels.tensors import counted, distributions, integers, new_counters, some_rows
 from vllm_triforce.kernels.proposals import DraftLogits, extend_proposals, level3_test_rows
+from vllm_triforce.kernels.row_table import StateColumn
 from vllm_triforce.metrics.counters import DeviceCounter
 
 
@@ -20,7 +21,7 @@ def extended(num_drafted, room, faults=(0, 0, 0), logits=None):
         drafted=[[1, 2, 3], [4, 5, 6], [7, 8, 9]],
         num_drafted=num_drafted,
     )
-    rows.has_nan[:3] = torch.tensor(faults, dtype=torch.int32)
+    rows.table[:3, StateColumn.HAS_NAN] = torch.tensor(faults, dtype=torch.int32)
     counters = new_counters()
     drawn = None if logits is None else distributions(logits, torch.ones(3))
     extend_proposals(rows, drawn, counters)

@@ -10,7 +10,7 @@ from tests.kernels.tensors import counted, integers, level_logits, some_rows, ve
 from vllm_triforce.kernels.draw import ExponentialSampler, draw_drafts
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.proposals import DraftLogits, export_distributions
-from vllm_triforce.kernels.row_table import RowColumn
+from vllm_triforce.kernels.row_table import RowColumn, StateColumn
 from vllm_triforce.metrics.counters import DeviceCounter
 
 NUM_SPECULATIVE_TOKENS = 6
@@ -213,7 +213,7 @@ def test_blocks_of_a_row_with_nan_are_scrubbed(dtype, whole):
     caches = [memory[:, layer].transpose(1, 2) for layer in range(2)]
     before = memory.clone()
     rows = some_rows(2, gamma=2, computed=5)
-    rows.has_nan[1] = 1
+    rows.table[1, StateColumn.HAS_NAN] = 1
     # Three blocks are allocated, of a table of four.
     rows.row_metadata[:, RowColumn.RESERVED] = 12
     tables = integers([[1, 2, 3, 0], [7, 5, 6, 0]])

@@ -87,7 +87,6 @@ def draw_drafts(
             distributions.logits,
             distributions.lse,
             rows.table,
-            rows.stride,
             sampler.values,
             sampler.tokens,
             step,
@@ -99,7 +98,6 @@ def draw_drafts(
         )
     _store_drafts_kernel[(rows.num_rows,)](
         rows.table,
-        rows.stride,
         sampler.values,
         sampler.tokens,
         draft.best,
@@ -114,7 +112,6 @@ def draw_drafts(
 @triton.jit(do_not_specialize=["step"])
 def _store_drafts_kernel(
     table_ptr,  # a draft is written, and a NaN is noted
-    row_stride,
     values_ptr,
     tokens_ptr,
     best_ptr,  # [num_rows]
@@ -125,7 +122,7 @@ def _store_drafts_kernel(
     PADDED_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     token = tl.load(best_ptr + row).to(tl.int32)
     if not ALL_GREEDY:  # noqa: SIM102, known when the kernel is compiled, the other is not
         if load_float(row_ptr + col.TEMPERATURE) > 0:
@@ -143,7 +140,6 @@ def draw_kernel(
     draft_ptr,  # [num_rows, PLACES - 1, vocab_size]
     draft_lse_ptr,  # [num_rows, PLACES - 1]
     table_ptr,
-    row_stride,
     values_ptr,  # [num_rows, 2, num_blocks], written
     tokens_ptr,  # [num_rows, 2, num_blocks], written
     first_place,  # of the places, after the proposal
@@ -158,7 +154,7 @@ def draw_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     num_blocks = tl.num_programs(1)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     temperature = load_float(row_ptr + col.TEMPERATURE)
     if temperature == 0.0:
         return

@@ -22,15 +22,12 @@ def gather_states(
     """
     hidden_size = ring.shape[2]
     grid = padded_rows * query_len, triton.cdiv(hidden_size, _BLOCK)
-    _gather_kernel[grid](
-        rows.table, rows.stride, ring, out, query_len, ring.shape[1], hidden_size, BLOCK=_BLOCK
-    )
+    _gather_kernel[grid](rows.table, ring, out, query_len, ring.shape[1], hidden_size, BLOCK=_BLOCK)
 
 
 @triton.jit
 def _gather_kernel(
     table_ptr,
-    row_stride,
     ring_ptr,
     out_ptr,
     query_len,
@@ -42,7 +39,7 @@ def _gather_kernel(
     row = token // query_len
     if row >= tl.load(table_ptr + col.NUM_ROWS):
         return
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     newest = tl.load(row_ptr + col.COMPUTED) + tl.load(row_ptr + col.LENGTH)
     position = newest - query_len + token % query_len
     in_window = (position >= 0) & (position + 1 >= tl.load(row_ptr + col.WINDOW_START))

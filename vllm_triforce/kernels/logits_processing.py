@@ -9,6 +9,7 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_triforce.kernels import row_table as col
+from vllm_triforce.kernels.pass_inputs import token_at
 from vllm_triforce.kernels.rows import Rows
 
 _BLOCK = tl.constexpr(4096)  # tokens of a program
@@ -35,8 +36,6 @@ def apply_penalties(
         logits,
         logits.stride(0),
         rows.table,
-        rows.stride,
-        rows.gamma,
         penalties,
         penalties.stride(0),
         in_prompt,
@@ -53,8 +52,6 @@ def _penalties_kernel(
     logits_ptr,  # [num_rows * query_len, vocab_size], changed
     logits_stride,
     table_ptr,
-    row_stride,
-    gamma,
     penalties_ptr,  # [3, max_num_reqs]
     max_num_reqs,
     in_prompt_ptr,  # [max_num_reqs, vocab_size / 32], a bit for each token
@@ -69,7 +66,7 @@ def _penalties_kernel(
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if row >= tl.load(table_ptr + col.NUM_ROWS):
         return
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     state = tl.load(row_ptr + col.STATE).to(tl.int64)
     repetition = tl.load(penalties_ptr + state)
     frequency = tl.load(penalties_ptr + max_num_reqs + state)
@@ -77,14 +74,13 @@ def _penalties_kernel(
     if (repetition == 1.0) & (frequency == 0.0) & (presence == 0.0):
         return
     logits_ptr += (row * tl.num_programs(1) + place) * logits_stride
-    drafted = row_ptr + col.DRAFTED
     token = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
     mask = token < vocab_size
     counts = tl.load(counts_ptr + state * counts_stride + token, mask=mask, other=0)
     for i in range(tl.load(row_ptr + col.LENGTH)):
-        counts += (token == tl.load(drafted + gamma + i)).to(tl.int32)
+        counts += (token == tl.load(row_ptr + col.PROPOSED + i)).to(tl.int32)
     for i in range(first_place + place):
-        counts += (token == tl.load(drafted + i)).to(tl.int32)
+        counts += (token == tl.load(row_ptr + col.DRAFTED + i)).to(tl.int32)
     in_output = counts > 0
     values = tl.load(logits_ptr + token, mask=mask, other=0.0)
     # Rounded as in vLLM, so that both give the same numbers: by a product with the reciprocal, in a
@@ -119,8 +115,6 @@ def forbid_bad_words(
         logits,
         logits.stride(0),
         rows.table,
-        rows.stride,
-        rows.gamma,
         prompt_len,
         num_words,
         word_tokens,
@@ -140,8 +134,6 @@ def _bad_words_kernel(
     logits_ptr,  # [num_rows * query_len, vocab_size], changed
     logits_stride,
     table_ptr,
-    row_stride,
-    gamma,
     prompt_len_ptr,  # [max_num_reqs]
     num_words_ptr,  # [max_num_reqs]
     word_tokens_ptr,  # [max_num_reqs, tokens of all words]
@@ -161,14 +153,14 @@ def _bad_words_kernel(
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if row >= tl.load(table_ptr + col.NUM_ROWS):
         return
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     state = tl.load(row_ptr + col.STATE).to(tl.int64)
     num_words = tl.load(num_words_ptr + state)
     if num_words == 0:
         return
     # The request's tokens: first those that vLLM has, then the proposal, then the drafts.
-    num_known = tl.load(row_ptr + col.COMPUTED) + 1
-    num_settled = num_known + tl.load(row_ptr + col.LENGTH)
+    computed = tl.load(row_ptr + col.COMPUTED)
+    num_settled = computed + 1 + tl.load(row_ptr + col.LENGTH)
     num_tokens = num_settled + first_place + place
 
     word = tl.arange(0, PADDED_WORDS)
@@ -182,18 +174,15 @@ def _bad_words_kernel(
     is_bad = exists & (begin >= tl.load(prompt_len_ptr + state))
     words = word_tokens_ptr + state * word_tokens_stride
     known_tokens = all_token_ids_ptr + state * all_token_ids_stride
-    drafts = row_ptr + col.DRAFTED
     for i in range(tl.max(prefix_len, 0)):
         is_compared = is_bad & (i < prefix_len)
-        index = begin + i
-        is_known, is_draft = index < num_known, index >= num_settled
-        known_token = tl.load(known_tokens + index, mask=is_compared & is_known, other=0)
-        is_proposed = is_compared & (index >= num_known) & (index < num_settled)
-        proposed = tl.load(drafts + gamma + index - num_known, mask=is_proposed, other=0)
-        drafted = tl.load(drafts + index - num_settled, mask=is_compared & is_draft, other=0)
-        # At most one of the three is loaded, the others are 0.
-        token = known_token + proposed + drafted
-        is_bad &= tl.load(words + start + i, mask=is_compared, other=0) == token
+        index = tl.where(is_compared, begin + i, 0)
+        is_draft = index >= num_settled
+        token = token_at(known_tokens, row_ptr, computed, tl.where(is_draft, 0, index))
+        draft = tl.load(row_ptr + col.DRAFTED + index - num_settled, mask=is_draft, other=0)
+        token = tl.where(is_draft, draft, token)
+        word_token = tl.load(words + start + i, mask=is_compared, other=0)
+        is_bad &= (word_token == token) | (i >= prefix_len)
     forbidden = tl.load(words + last, mask=is_bad, other=0)
     is_bad &= forbidden < vocab_size  # a tokenizer may have more
     logits_ptr += (row * tl.num_programs(1) + place) * logits_stride

@@ -37,7 +37,6 @@ class NanScrubber:
         _scrub_kernel[(rows.num_rows, len(self._caches))](
             self._layers,
             rows.table,
-            rows.stride,
             tables,
             tables.stride(0),
             tables.shape[1],
@@ -53,7 +52,6 @@ class NanScrubber:
 def _scrub_kernel(
     layers_ptr,  # [num_layers, 3], int64: address; from block to block, and in one, in elements
     table_ptr,
-    row_stride,
     tables_ptr,  # [num_rows, width]
     table_stride,
     width,
@@ -65,7 +63,7 @@ def _scrub_kernel(
 ):
     row = tl.program_id(0)
     layer = tl.program_id(1)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     if tl.load(row_ptr + col.HAS_NAN) == 0:
         return
     first = 0

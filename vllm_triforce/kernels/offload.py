@@ -178,7 +178,6 @@ class RetrievalPool:
         block_stride, _, token_stride, _ = like.stride()
         kernel[(num_layers, num_rows, num_heads)](
             self._rows.table,
-            self._rows.stride,
             self.wanted,
             self.wanted.stride(0),
             self.held,
@@ -205,7 +204,6 @@ class RetrievalPool:
 @triton.jit
 def _copy_selected_kernel(
     rows_ptr,  # the row table
-    row_stride,
     tables_ptr,  # [num_host_layers, max_rows * num_heads, width], one-head blocks in host memory
     table_layer_stride,
     held_ptr,  # [num_slots, num_host_layers, num_heads, 2, width]; updated
@@ -230,7 +228,7 @@ def _copy_selected_kernel(
     layer = first_layer + tl.program_id(0)
     row = tl.program_id(1)
     head, num_heads = tl.program_id(2), tl.num_programs(2)
-    row_ptr = rows_ptr + row * row_stride
+    row_ptr = rows_ptr + row * col.ROW_STRIDE
     slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
     # A row that does not propose has the first blocks in its table: its pool keeps what it has.
     proposes = tl.load(row_ptr + col.LENGTH) < tl.load(row_ptr + col.ROOM)
@@ -279,7 +277,6 @@ def _copy_selected_kernel(
 @triton.jit
 def _begin_pool_kernel(
     rows_ptr,  # the row table
-    row_stride,
     tables_ptr,  # [num_host_layers, max_rows * num_heads, width], one-head blocks in host memory
     table_layer_stride,
     held_ptr,  # [num_slots, num_host_layers, num_heads, 2, width]; updated
@@ -304,13 +301,13 @@ def _begin_pool_kernel(
     layer = first_layer + tl.program_id(0)
     row = tl.program_id(1)
     head, num_heads = tl.program_id(2), tl.num_programs(2)
-    row_ptr = rows_ptr + row * row_stride
+    row_ptr = rows_ptr + row * col.ROW_STRIDE
     slot = tl.load(row_ptr + col.SLOT).to(tl.int64)
     is_new = tl.load(row_ptr + col.OWNER) == col.NEW_OWNER
     computed = tl.load(row_ptr + col.COMPUTED)
     tail = tl.load(row_ptr + col.TAIL)
     num_selected = tl.load(row_ptr + col.NUM_SELECTED)
-    first_changed = tl.load(rows_ptr + slot * row_stride + col.NUM_EXACT) // block_size
+    first_changed = tl.load(rows_ptr + slot * col.ROW_STRIDE + col.NUM_EXACT) // block_size
     host = tl.load(addresses_ptr + layer).to(tl.pointer_type(TYPE))
     pool = tl.load(addresses_ptr + num_layers + layer).to(tl.pointer_type(TYPE))
     table = tables_ptr + layer.to(tl.int64) * table_layer_stride

@@ -66,8 +66,6 @@ def prepare_window_inputs(
     """Prepare the newest ``inputs.query_len`` tokens of each row, at their places in its window."""
     _window_inputs_kernel[(padded_rows,)](
         rows.table,
-        rows.stride,
-        rows.gamma,
         all_token_ids,
         all_token_ids.stride(0),
         inputs.token_ids,
@@ -92,7 +90,6 @@ def prepare_draft_inputs(
     """Prepare level 1's newest token of each row, after the tokens of the pass before."""
     _draft_inputs_kernel[(padded_rows,)](
         rows.table,
-        rows.stride,
         step,
         inputs.seq_lens,
         inputs.token_ids,
@@ -116,7 +113,6 @@ def prepare_target_inputs(
     """Prepare the newest token of each row and its drafts, for level 2."""
     _target_inputs_kernel[(padded_rows,)](
         rows.table,
-        rows.stride,
         rows.gamma,
         tables,
         tables.stride(0),
@@ -135,18 +131,17 @@ def prepare_target_inputs(
 
 
 @triton.jit
-def token_at(all_token_ids, state_row, proposal, computed, index):
+def token_at(known_tokens, row_ptr, computed, index):
     """Load token ``index`` of a request: one that vLLM knows, or one of the proposal."""
-    known_id = tl.load(all_token_ids + state_row + index, mask=(index >= 0) & (index <= computed))
-    proposed = tl.load(proposal + index - computed - 1, mask=index > computed)
+    known_id = tl.load(known_tokens + index, mask=(index >= 0) & (index <= computed))
+    place = index - computed - 1
+    proposed = tl.load(row_ptr + col.PROPOSED + place, mask=place >= 0)
     return tl.where(index > computed, proposed, known_id)
 
 
 @triton.jit
 def _window_inputs_kernel(
     table_ptr,
-    row_stride,
-    gamma,
     all_token_ids_ptr,  # [max_num_reqs, max_model_len]
     token_stride,
     input_ids_ptr,  # [padded rows * query_len], written, as are the three below
@@ -167,7 +162,7 @@ def _window_inputs_kernel(
     j = tl.arange(0, PADDED_LEN)
     mask = j < query_len
     out = row * query_len + j
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     is_used = row < tl.load(table_ptr + col.NUM_ROWS)
     state = tl.load(row_ptr + col.STATE).to(tl.int64)
     start = tl.load(row_ptr + col.WINDOW_START)
@@ -177,13 +172,8 @@ def _window_inputs_kernel(
     position = tl.where(index < num_sinks, index, num_sinks + index - start)
     in_window = (index >= 0) & ((index < num_sinks) | (index >= start)) & (position < capacity)
     in_window = in_window & mask & is_used
-    token = token_at(
-        all_token_ids_ptr,
-        state * token_stride,
-        row_ptr + col.DRAFTED + gamma,
-        computed,
-        tl.where(in_window, index, 0),
-    )
+    known_tokens = all_token_ids_ptr + state * token_stride
+    token = token_at(known_tokens, row_ptr, computed, tl.where(in_window, index, 0))
     place = (tl.load(row_ptr + col.SLOT) * tokens_per_slot + position).to(tl.int64)
     tl.store(input_ids_ptr + out, tl.where(in_window, token, 0), mask=mask)
     tl.store(positions_ptr + out, tl.where(in_window, position, 0).to(tl.int64), mask=mask)
@@ -196,7 +186,6 @@ def _window_inputs_kernel(
 @triton.jit(do_not_specialize=["step"])
 def _draft_inputs_kernel(
     table_ptr,
-    row_stride,
     step,
     seq_lens_ptr,  # [padded rows], of the pass before; updated
     input_ids_ptr,  # [padded rows], written
@@ -206,7 +195,7 @@ def _draft_inputs_kernel(
     tokens_per_slot,
 ):
     row = tl.program_id(0)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     is_used = row < tl.load(table_ptr + col.NUM_ROWS)
     position = tl.load(seq_lens_ptr + row)
     fits = is_used & (position < capacity)
@@ -222,7 +211,6 @@ def _draft_inputs_kernel(
 @triton.jit
 def _target_inputs_kernel(
     table_ptr,  # the drafts of a row are cut to its room
-    row_stride,
     gamma,
     tables_ptr,  # [num_rows, table_width]
     table_stride,
@@ -245,7 +233,7 @@ def _target_inputs_kernel(
     #     position   41       42       43     in block 2; block 1 of the sparse table and the pool
     #     seq_len    44 dense, 28 sparse
     row = tl.program_id(0)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     query_len = gamma + 1
     j = tl.arange(0, PADDED_LEN)
     mask = j < query_len
@@ -253,41 +241,33 @@ def _target_inputs_kernel(
     sparse_seq_lens_ptr += row * NUM_KV_HEADS
     computed = tl.load(row_ptr + col.COMPUTED)
     length = tl.load(row_ptr + col.LENGTH)
+    # Rows that are finished, and those of padding, write no KV.
     missing = tl.load(row_ptr + col.ROOM) - length
-    if (row >= tl.load(table_ptr + col.NUM_ROWS)) | (missing <= 0):
-        tl.store(row_ptr + col.NUM_DRAFTED, 0)
-        tl.store(input_ids_ptr + out, 0, mask=mask)
-        tl.store(positions_ptr + out, 0, mask=mask)
-        tl.store(slot_mapping_ptr + out, -1, mask=mask)
-        for head in tl.static_range(NUM_KV_HEADS):
-            tl.store(sparse_seq_lens_ptr + head, query_len)
-        tl.store(dense_seq_lens_ptr + row, query_len)
-        if POOL_WIDTH:
-            tl.store(pool_mapping_ptr + out, -1, mask=mask)
-        return
+    is_open = missing > 0
     # The pass adds a token, so one less is drafted.
-    num_drafted = tl.minimum(tl.load(row_ptr + col.NUM_DRAFTED), missing - 1)
+    num_drafted = tl.minimum(tl.load(row_ptr + col.NUM_DRAFTED), tl.maximum(missing - 1, 0))
     tl.store(row_ptr + col.NUM_DRAFTED, num_drafted)
-    drafted = row_ptr + col.DRAFTED
-    newest = tl.load(drafted + gamma + length - 1, mask=length > 0)
+    newest = tl.load(row_ptr + col.PROPOSED + length - 1, mask=length > 0)
     newest = tl.where(length > 0, newest, tl.load(row_ptr + col.LAST_TOKEN))
-    draft = tl.load(drafted + j - 1, mask=(j > 0) & (j <= num_drafted), other=0)
+    draft = tl.load(row_ptr + col.DRAFTED + j - 1, mask=(j > 0) & (j <= num_drafted), other=0)
+    token = tl.where(j == 0, newest, draft)
     position = computed + length + j
-    valid = mask & (j <= num_drafted)
+    valid = mask & is_open & (j <= num_drafted)
     block = tl.load(tables_ptr + row * table_stride + position // block_size, mask=valid, other=0)
     place = block.to(tl.int64) * block_size + position % block_size
-    tl.store(input_ids_ptr + out, tl.where(j == 0, newest, draft), mask=mask)
-    tl.store(positions_ptr + out, tl.minimum(position, max_position).to(tl.int64), mask=mask)
+    tl.store(input_ids_ptr + out, tl.where(is_open, token, 0), mask=mask)
+    position_fed = tl.where(is_open, tl.minimum(position, max_position), 0)
+    tl.store(positions_ptr + out, position_fed.to(tl.int64), mask=mask)
     tl.store(slot_mapping_ptr + out, tl.where(valid, place, -1), mask=mask)
+    not_read = tl.load(row_ptr + col.TAIL) - tl.load(row_ptr + col.NUM_SELECTED)
     if POOL_WIDTH:
-        index = position // block_size - tl.load(row_ptr + col.TAIL)
-        index += tl.load(row_ptr + col.NUM_SELECTED)
+        index = position // block_size - not_read
         fits = valid & (index < POOL_WIDTH)
         index += tl.load(row_ptr + col.SLOT) * POOL_WIDTH
         place = index.to(tl.int64) * block_size + position % block_size
         tl.store(pool_mapping_ptr + out, tl.where(fits, place, -1), mask=mask)
-    seq_len = computed + length + query_len
-    sparse_seq_len = seq_len - tl.load(row_ptr + col.SKIPPED)
+    seq_len = tl.where(is_open, computed + length, 0) + query_len
+    sparse_seq_len = seq_len - tl.where(is_open, not_read * block_size, 0)
     for head in tl.static_range(NUM_KV_HEADS):
         tl.store(sparse_seq_lens_ptr + head, sparse_seq_len)
     tl.store(dense_seq_lens_ptr + row, seq_len)

@@ -98,7 +98,6 @@ class PassSelectionV2:
             self._block_tables,
             self._block_tables.stride(0),
             self._rows.table,
-            self._rows.stride,
             self._sums,
             self._scores,
             NUM_TILES=self._num_tiles,
@@ -119,7 +118,6 @@ class PassSelectionV2:
             self._block_tables,
             self._block_tables.stride(0),
             self._rows.table,
-            self._rows.stride,
             table,
             table.stride(0),
             *self._chunk_ids[:3],
@@ -157,7 +155,6 @@ def _scores_kernel(
     block_tables_ptr,  # [max_rows, width]
     block_table_stride,
     table_ptr,
-    row_stride,
     sums_ptr,  # [max_rows, num_kv_heads, GROUP, NUM_TILES, 2], written
     scores_ptr,  # [max_rows, num_kv_heads, GROUP, NUM_TILES * _CHUNKS], written
     NUM_TILES: tl.constexpr,
@@ -172,7 +169,7 @@ def _scores_kernel(
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
     heads_before = row * tl.num_programs(1) + head
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     dims = tl.arange(0, PADDED_DIM)
     queries = tl.arange(0, PADDED_GROUP)
     has_vote = queries < GROUP
@@ -224,7 +221,6 @@ def _select_chunks_kernel(
     block_tables_ptr,  # [max_rows, width]
     block_table_stride,
     table_ptr,
-    row_stride,
     sparse_ptr,  # [max_rows * num_kv_heads, sparse_width], written
     sparse_stride,
     per_block,
@@ -242,7 +238,7 @@ def _select_chunks_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     num_kv_heads = tl.num_programs(1)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     num_chunks = _num_candidates(row_ptr)
     if num_chunks == 0:
         return

@@ -24,7 +24,7 @@ def gather_tokens(
     """
     tokens = torch.empty((rows.num_rows, num_tokens), dtype=torch.int32, device=rows.table.device)
     _gather_kernel[(rows.num_rows, triton.cdiv(num_tokens, _BLOCK.value))](
-        rows.table, rows.stride, all_token_ids, all_token_ids.stride(0), tokens, num_tokens
+        rows.table, all_token_ids, all_token_ids.stride(0), tokens, num_tokens
     )
     return tokens
 
@@ -32,15 +32,14 @@ def gather_tokens(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gather_kernel(
     table_ptr,
-    row_stride,
     all_token_ids_ptr,  # [max_num_reqs, max_model_len], by state
     token_stride,
     tokens_ptr,  # [num_rows, num_tokens], written
     num_tokens,
 ):
     row = tl.program_id(0).to(tl.int64)
-    state = tl.load(table_ptr + row * row_stride + col.STATE).to(tl.int64)
-    computed = tl.load(table_ptr + row * row_stride + col.COMPUTED)
+    state = tl.load(table_ptr + row * col.ROW_STRIDE + col.STATE).to(tl.int64)
+    computed = tl.load(table_ptr + row * col.ROW_STRIDE + col.COMPUTED)
     indices = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     mask = (indices <= computed) & (indices < num_tokens)
     tokens = tl.load(all_token_ids_ptr + state * token_stride + indices, mask=mask)
@@ -59,19 +58,17 @@ def look_up(
     """
     num_blocks = triton.cdiv(tokens.shape[1] + rows.num_speculative_tokens, _BLOCK.value)
     matches = torch.empty((rows.num_rows, num_blocks), dtype=torch.int64, device=tokens.device)
-    context = rows.table, rows.stride, rows.gamma, tokens, tokens.stride(0), matches
+    context = rows.table, tokens, tokens.stride(0), matches
     _scan_kernel[(rows.num_rows, num_blocks)](*context, MAX_NGRAM=max_ngram)
     max_blocks = triton.cdiv(max_tokens, _BLOCK.value)
     _follow_kernel[(rows.num_rows,)](
-        *context, num_blocks, PADDED_BLOCKS=triton.next_power_of_2(max_blocks)
+        *context, num_blocks, rows.gamma, PADDED_BLOCKS=triton.next_power_of_2(max_blocks)
     )
 
 
 @triton.jit(do_not_specialize=["token_stride"])
 def _scan_kernel(
     table_ptr,
-    row_stride,
-    gamma,
     tokens_ptr,  # [num_rows, token_stride]
     token_stride,
     matches_ptr,  # [num_rows, num_blocks], int64, written: each block's best match
@@ -79,18 +76,17 @@ def _scan_kernel(
 ):
     row = tl.program_id(0)
     block = tl.program_id(1)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     computed = tl.load(row_ptr + col.COMPUTED)
     last = computed + tl.load(row_ptr + col.LENGTH)
-    row_start = row.to(tl.int64) * token_stride
-    proposed = row_ptr + col.DRAFTED + gamma
+    tokens_ptr += row.to(tl.int64) * token_stride
     ends = block * _BLOCK + tl.arange(0, _BLOCK)
     matches = ends < last
     match_len = tl.zeros_like(ends)
     for back in tl.static_range(MAX_NGRAM):
-        suffix = token_at(tokens_ptr, row_start, proposed, computed, tl.maximum(last - back, 0))
+        suffix = token_at(tokens_ptr, row_ptr, computed, tl.maximum(last - back, 0))
         index = tl.where(matches, ends - back, 0)
-        token = token_at(tokens_ptr, row_start, proposed, computed, tl.maximum(index, 0))
+        token = token_at(tokens_ptr, row_ptr, computed, tl.maximum(index, 0))
         matches = matches & (ends >= back) & (last - back > 0) & (token == suffix)
         match_len += matches.to(tl.int32)
     # The largest key is the longest match, and of equally long ones the newest.
@@ -101,19 +97,18 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=["token_stride", "num_blocks"])
 def _follow_kernel(
     table_ptr,  # drafts and their number are written
-    row_stride,
-    gamma,
     tokens_ptr,  # [num_rows, token_stride]
     token_stride,
     matches_ptr,  # [num_rows, num_blocks], of ``_scan_kernel``
     num_blocks,
+    gamma,
     PADDED_BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     computed = tl.load(row_ptr + col.COMPUTED)
     last = computed + tl.load(row_ptr + col.LENGTH)
-    row_start = row.to(tl.int64) * token_stride
+    tokens_ptr += row.to(tl.int64) * token_stride
     drafted = row_ptr + col.DRAFTED
     blocks = tl.arange(0, PADDED_BLOCKS)
     keys = tl.load(matches_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=-1)
@@ -124,7 +119,7 @@ def _follow_kernel(
     period = tl.maximum(last + 1 - begin, 1)
     for step in range(0, gamma):
         index = tl.where(best >= 0, begin + step % period, 0)
-        token = token_at(tokens_ptr, row_start, drafted + gamma, computed, index)
+        token = token_at(tokens_ptr, row_ptr, computed, index)
         num_drafted = tl.where(token < 0, tl.minimum(num_drafted, step), num_drafted)
         tl.store(drafted + step, tl.maximum(token, 0))
     tl.store(row_ptr + col.NUM_DRAFTED, num_drafted)

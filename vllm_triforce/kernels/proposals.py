@@ -50,7 +50,6 @@ def extend_proposals(
     """Append each row's drafts to its proposal, as far as there is room."""
     _extend_kernel[(rows.num_rows,)](
         rows.table,
-        rows.stride,
         rows.gamma,
         counters,
         rows.table if drafted is None else drafted.lse,
@@ -62,7 +61,6 @@ def extend_proposals(
 @triton.jit
 def _extend_kernel(
     table_ptr,  # updated
-    row_stride,
     gamma,
     counters_ptr,  # [num_counters], added to
     lse_ptr,  # [num_rows, gamma]
@@ -70,7 +68,7 @@ def _extend_kernel(
     PADDED_LEN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     length = tl.load(row_ptr + col.LENGTH)
     room = tl.load(row_ptr + col.ROOM)
     tl.store(row_ptr + col.NUM_EMITTED, 0)
@@ -88,11 +86,11 @@ def _extend_kernel(
                 first_wrong = tl.min(tl.where(is_right, PADDED_LEN, places), axis=0)
             num_emitted = tl.minimum(num_emitted, first_wrong)
             num_drafted = 0
-            disable_slot(table_ptr, row_stride, row_ptr)
+            disable_slot(table_ptr, row_ptr)
             tl.atomic_add(counters_ptr + count.NUM_NAN_REQUESTS, 1)
-        drafted = row_ptr + col.DRAFTED + places
         mask = places < num_emitted
-        tl.store(drafted + gamma + length, tl.load(drafted, mask=mask), mask=mask)
+        drafts = tl.load(row_ptr + col.DRAFTED + places, mask=mask)
+        tl.store(row_ptr + col.PROPOSED + length + places, drafts, mask=mask)
         if num_drafted < gamma:  # the source has no more
             tl.store(row_ptr + col.ROOM, length + num_emitted)
         tl.store(row_ptr + col.LENGTH, length + num_emitted)
@@ -117,8 +115,6 @@ def export_distributions(
         draft_logits.logits.stride(0),
         draft_logits.logits.stride(1),
         rows.table,
-        rows.stride,
-        rows.gamma,
         draft_logits.logits if logits is None else logits,
         vocab_size,
         ALL_ONE_HOT=logits is None,
@@ -131,14 +127,12 @@ def _export_kernel(
     slot_stride,
     place_stride,
     table_ptr,  # after emission
-    row_stride,
-    gamma,
     logits_ptr,  # [num_rows, places, vocab_size]; not read where ALL_ONE_HOT
     vocab_size,
     ALL_ONE_HOT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     num_emitted = tl.load(row_ptr + col.NUM_EMITTED)
     place = tl.program_id(1)
     if (place >= num_emitted) | (load_float(row_ptr + col.TEMPERATURE) == 0.0):
@@ -147,7 +141,7 @@ def _export_kernel(
     index = tl.load(row_ptr + col.LENGTH) - num_emitted + place
     tokens = tl.program_id(2) * _BLOCK + tl.arange(0, _BLOCK)
     mask = tokens < vocab_size
-    proposed_ptr = row_ptr + col.DRAFTED + gamma + index
+    proposed_ptr = row_ptr + col.PROPOSED + index
     if ALL_ONE_HOT:
         logits = tl.where(tokens == tl.load(proposed_ptr), 0.0, float("-inf"))
     else:
@@ -179,8 +173,6 @@ def commit_proposals(
         rows.outcomes,
         counters,
         rows.table,
-        rows.stride,
-        rows.gamma,
         rows.num_speculative_tokens,
         IS_DIRECT=is_direct,
         PADDED_LEN=triton.next_power_of_2(rows.num_speculative_tokens),
@@ -196,14 +188,12 @@ def _commit_kernel(
     outcomes_ptr,  # [max_rows, NUM_OUTCOMES], written
     counters_ptr,  # [num_counters], added to
     table_ptr,
-    row_stride,
-    gamma,
     num_speculative_tokens,
     IS_DIRECT: tl.constexpr,
     PADDED_LEN: tl.constexpr,
 ):
     row = tl.program_id(0)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     length = tl.load(row_ptr + col.LENGTH)
     if length > 0:
         tl.atomic_add(counters_ptr + count.NUM_PROPOSALS, 1)
@@ -211,7 +201,7 @@ def _commit_kernel(
         if IS_DIRECT:
             tl.atomic_add(counters_ptr + count.NUM_DIRECT_PROPOSALS, 1)
     places = tl.arange(0, PADDED_LEN)
-    token = tl.load(row_ptr + col.DRAFTED + gamma + places, mask=places < length)
+    token = tl.load(row_ptr + col.PROPOSED + places, mask=places < length)
     out = draft_tokens_ptr + tl.load(row_ptr + col.BATCH_ROW) * num_speculative_tokens
     tl.store(out + places, token.to(tl.int64), mask=places < length)
     state = tl.load(row_ptr + col.STATE)

@@ -144,7 +144,6 @@ def build_sparse_tables(
         out,
         out.stride(0),
         rows.table,
-        rows.stride,
         tables,
         tables.stride(0),
         width,
@@ -159,7 +158,6 @@ def _sparse_tables_kernel(
     out_ptr,  # [num_layers, max_rows * num_kv_heads, width]
     out_layer_stride,
     table_ptr,
-    row_stride,
     tables_ptr,  # [num_rows, table_width]
     table_stride,
     width,
@@ -173,7 +171,7 @@ def _sparse_tables_kernel(
     head = tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2).to(tl.int64)
     num_heads = tl.num_programs(1)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     num_selected = tl.load(row_ptr + col.NUM_SELECTED)
     tail_start = tl.load(row_ptr + col.TAIL)
     num_blocks = tl.load(row_ptr + col.NUM_BLOCKS)

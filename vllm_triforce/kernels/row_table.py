@@ -4,10 +4,10 @@ A *row* is a request in this proposal, a *slot* its place in TriForce's buffers 
 proposal to proposal, a *state* its place in the model runner's tensors. The host names columns and
 values by the enums, kernels by constants of the same names.
 
-The table is int32, [max_rows, row_stride]. The host fills a row's columns of ``RowColumn``, kernels
-those of ``StateColumn``, then come its ``gamma`` drafts of this round and the
-``num_speculative_tokens`` tokens of its proposal. The columns of ``SlotColumn`` are an exception:
-those of row n belong to slot n.
+The table is int32, [max_rows, ROW_STRIDE]. The host fills a row's columns of ``RowColumn``, kernels
+those of ``StateColumn``, then come its drafts of this round and the tokens of its proposal, each
+with room for the longest. The columns of ``SlotColumn`` are an exception: those of row n belong to
+slot n.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 from vllm.triton_utils import tl
+
+from vllm_triforce.config.keys import MAX_NUM_SPECULATIVE_TOKENS
 
 
 class RowColumn(IntEnum):
@@ -46,23 +48,22 @@ class StateColumn(IntEnum):
     ROUNDS_LEFT = 17  # that the row may still take part in
     TAIL = 18  # first block of the tail of level 2's cache
     NUM_SELECTED = 19  # blocks that level 2 reads before the tail
-    SKIPPED = 20  # tokens before the tail that level 2 does not read
-    NUM_BLOCKS = 21  # allocated blocks
-    FIRST_NEWLY_FULL = 22  # first block that became full since the last proposal by level 2
-    LAST_NEWLY_FULL = 23  # the end of these blocks, exclusive
-    NUM_DRAFTED = 24  # tokens that level 1 drafted in this round
-    NUM_ACCEPTED = 25  # of these, the tokens that level 2 accepted
-    NUM_EMITTED = 26  # tokens that the last round added to the proposal
-    HAS_NAN = 27  # not 0: logits of this proposal had a NaN
-    NUM_ROWS = 28  # rows in use, in row 0; a CUDA graph may have been captured for more
+    NUM_BLOCKS = 20  # allocated blocks
+    FIRST_NEWLY_FULL = 21  # first block that became full since the last proposal by level 2
+    LAST_NEWLY_FULL = 22  # the end of these blocks, exclusive
+    NUM_DRAFTED = 23  # tokens that level 1 drafted in this round
+    NUM_ACCEPTED = 24  # of these, the tokens that level 2 accepted
+    NUM_EMITTED = 25  # tokens that the last round added to the proposal
+    HAS_NAN = 26  # not 0: logits of this proposal had a NaN
+    NUM_ROWS = 27  # rows in use, in row 0; a CUDA graph may have been captured for more
 
 
 class SlotColumn(IntEnum):
     """Columns of the row table whose row is a slot."""
 
-    SUMMARIZED = 29  # full blocks, when level 2 last proposed
-    DISABLED = 30  # not 0: logits had a NaN, and the owner is not speculated on any more
-    NUM_EXACT = 31  # tokens up to which the tail in the pool of host layers is exact
+    SUMMARIZED = 28  # full blocks, when level 2 last proposed
+    DISABLED = 29  # not 0: logits had a NaN, and the owner is not speculated on any more
+    NUM_EXACT = 30  # tokens up to which the tail in the pool of host layers is exact
 
 
 class OutcomeColumn(IntEnum):
@@ -84,8 +85,10 @@ class Owner(IntEnum):
 
 _ENUMS = (RowColumn, StateColumn, SlotColumn, OutcomeColumn, Owner)
 globals().update({m.name: tl.constexpr(int(m)) for names in _ENUMS for m in names})
-NUM_ROW_COLUMNS = len(RowColumn) + len(StateColumn) + len(SlotColumn)
-DRAFTED = tl.constexpr(NUM_ROW_COLUMNS)  # a row's first draft
+FIRST_DRAFT = 32  # behind all columns
+FIRST_PROPOSED = FIRST_DRAFT + MAX_NUM_SPECULATIVE_TOKENS
+ROW_LENGTH = FIRST_PROPOSED + MAX_NUM_SPECULATIVE_TOKENS  # even, so that seeds are aligned
+DRAFTED, PROPOSED, ROW_STRIDE = map(tl.constexpr, (FIRST_DRAFT, FIRST_PROPOSED, ROW_LENGTH))
 NUM_OUTCOMES = tl.constexpr(len(OutcomeColumn))
 
 

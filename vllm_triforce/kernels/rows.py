@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import NamedTuple
 
 import torch
@@ -25,8 +25,7 @@ class RowLimits(NamedTuple):
     has_head: bool = False  # True if level 1's window has no sinks
 
 
-@dataclass(frozen=True)
-class SamplingParameters:
+class SamplingParameters(NamedTuple):
     """vLLM's sampling parameters, each [max_num_reqs], by state
     (vllm/v1/worker/gpu/sample/states.py)."""
 
@@ -60,10 +59,8 @@ class Rows:
         self.gamma = gamma
         self.vocab_size = vocab_size
         self.num_rows = 0
-        end = col.NUM_ROW_COLUMNS + gamma + num_speculative_tokens
-        # Of even length, so that seeds are aligned.
-        table = torch.zeros(max_rows, end + end % 2, dtype=torch.int32, device=device)
-        self.table, self.stride = table, table.stride(0)
+        table = torch.zeros(max_rows, col.ROW_LENGTH, dtype=torch.int32, device=device)
+        self.table = table
         self.row_metadata = table[:, : len(RowColumn)]
         """[max_rows, len(RowColumn)], the host's columns."""
         self.count = table[:1, StateColumn.NUM_ROWS]
@@ -71,23 +68,17 @@ class Rows:
         self.seeds = table.view(torch.int64)[:, StateColumn.SEED // 2]
         self.temperature = table.view(torch.float32)[:, StateColumn.TEMPERATURE]
         self.computed = table[:, StateColumn.COMPUTED]
-        self.last_token = table[:, StateColumn.LAST_TOKEN]
         self.length = table[:, StateColumn.LENGTH]
         self.room = table[:, StateColumn.ROOM]
-        self.rounds_left = table[:, StateColumn.ROUNDS_LEFT]
         self.tail = table[:, StateColumn.TAIL]
         self.num_selected = table[:, StateColumn.NUM_SELECTED]
-        self.skipped = table[:, StateColumn.SKIPPED]
-        self.num_blocks = table[:, StateColumn.NUM_BLOCKS]
         self.first_newly_full = table[:, StateColumn.FIRST_NEWLY_FULL]
         self.last_newly_full = table[:, StateColumn.LAST_NEWLY_FULL]
         self.num_drafted = table[:, StateColumn.NUM_DRAFTED]
-        self.num_accepted = table[:, StateColumn.NUM_ACCEPTED]
         self.num_emitted = table[:, StateColumn.NUM_EMITTED]
-        self.has_nan = table[:, StateColumn.HAS_NAN]
         self.slot_disabled = table[:, SlotColumn.DISABLED]
-        self.drafted = table[:, col.NUM_ROW_COLUMNS : col.NUM_ROW_COLUMNS + gamma]
-        self.proposal = table[:, col.NUM_ROW_COLUMNS + gamma : end]
+        self.drafted = table[:, col.FIRST_DRAFT :][:, :gamma]
+        self.proposal = table[:, col.FIRST_PROPOSED :][:, :num_speculative_tokens]
         # By parameter, as vLLM's kernels need them to be contiguous.
         self._masks = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
         self.top_k = self._masks[0].fill_(vocab_size)
@@ -96,19 +87,9 @@ class Rows:
         self.top_p.fill_(1.0)
         # Contiguous, so that the copy to the host is a single one.
         self.outcomes = torch.zeros(max_rows, len(OutcomeColumn), dtype=torch.int32, device=device)
-        self._limits = torch.tensor(
-            [
-                limits.min_context,
-                limits.block_size,
-                *astuple(limits.budget),
-                limits.width,
-                vocab_size,
-                num_speculative_tokens,
-                limits.has_head,
-            ],
-            dtype=torch.int32,
-            device=device,
-        )
+        numbers = [limits.min_context, limits.block_size, *astuple(limits.budget), limits.width]
+        numbers += [vocab_size, num_speculative_tokens, limits.has_head]
+        self._limits = torch.tensor(numbers, dtype=torch.int32, device=device)
 
     @contextmanager
     def with_num_rows(self, num_rows: int) -> Iterator[None]:
@@ -136,26 +117,20 @@ class Rows:
         self.row_metadata[: self.num_rows].copy_(row_metadata)
         _init_rows_kernel[(self.max_rows,)](
             self.table,
-            self.stride,
             self.num_rows,
             self._masks,
             self.outcomes,
             num_computed,
             num_sampled,
             last_sampled,
-            parameters.temperature,
-            parameters.seeds,
-            parameters.top_k,
-            parameters.top_p,
-            parameters.min_p,
+            *parameters,
             self._limits,
         )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _init_rows_kernel(
-    table_ptr,  # [max_rows, row_stride], written after the host's columns
-    row_stride,
+    table_ptr,  # [max_rows, ROW_STRIDE], written after the host's columns
     num_rows,
     masks_ptr,  # [4, max_rows], written: top_k, and as float32 divisor, top_p, min_p
     outcomes_ptr,  # [max_rows, NUM_OUTCOMES], written
@@ -175,90 +150,76 @@ def _init_rows_kernel(
     #             before the tail: it reads 24,   the tail: recent, and the one being written
     #             and skips 30 (480 tokens)
     row, max_rows = tl.program_id(0), tl.num_programs(0)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
+    is_used = row < num_rows
+    tl.store(table_ptr + col.NUM_ROWS, num_rows, mask=row == 0)
+    # Padding is greedy and masks nothing.
+    state = tl.load(row_ptr + col.STATE)
+    temperature = tl.load(state_temperature_ptr + state, mask=is_used, other=0.0)
+    store_float(row_ptr + col.TEMPERATURE, temperature)
+    vocab_size = tl.load(limits_ptr + 6)
+    masks_ptr += row
+    tl.store(masks_ptr, tl.load(state_top_k_ptr + state, mask=is_used, other=vocab_size))
+    store_float(masks_ptr + max_rows, tl.where(temperature > 0, temperature, 1.0))
+    top_p = tl.load(state_top_p_ptr + state, mask=is_used, other=1.0)
+    store_float(masks_ptr + 2 * max_rows, top_p)
+    min_p = tl.load(state_min_p_ptr + state, mask=is_used, other=0.0)
+    store_float(masks_ptr + 3 * max_rows, min_p)
+    for column in tl.static_range(col.NUM_OUTCOMES):
+        tl.store(outcomes_ptr + row * col.NUM_OUTCOMES + column, 0)
+    if not is_used:
+        columns = tl.arange(0, col.DRAFTED)
+        mask = (columns >= col.COMPUTED) & (columns < col.NUM_ROWS)
+        tl.store(row_ptr + columns, 0, mask=mask)
+        return
     min_context = tl.load(limits_ptr)
     block_size = tl.load(limits_ptr + 1)
     min_budget = tl.load(limits_ptr + 2)
     max_budget = tl.load(limits_ptr + 3)
     recent_blocks = tl.load(limits_ptr + 4)
     width = tl.load(limits_ptr + 5)
-    top_k = tl.load(limits_ptr + 6)
     num_speculative_tokens = tl.load(limits_ptr + 7)
-    computed = 0
-    room = 0
-    rounds = 0
-    tail = 0
-    selected = 0
-    num_blocks = 0
-    first = 0
-    last = 0
-    token = 0
-    temperature = 0.0
-    top_p = 1.0
-    min_p = 0.0
-    tl.store(table_ptr + col.NUM_ROWS, num_rows, mask=row == 0)
-    if row < num_rows:
-        state = tl.load(row_ptr + col.STATE)
-        slot_ptr = table_ptr + tl.load(row_ptr + col.SLOT) * row_stride
-        owner = tl.load(row_ptr + col.OWNER)
-        reserved = tl.load(row_ptr + col.RESERVED)
-        limit = tl.load(row_ptr + col.LIMIT)
-        computed = tl.load(num_computed_ptr + state).to(tl.int32)
-        token = tl.load(last_sampled_ptr + state).to(tl.int32)
-        temperature = tl.load(state_temperature_ptr + state)
-        top_k = tl.load(state_top_k_ptr + state)
-        top_p = tl.load(state_top_p_ptr + state)
-        min_p = tl.load(state_min_p_ptr + state)
-        seed_ptr = (row_ptr + col.SEED).to(tl.pointer_type(tl.int64))
-        tl.store(seed_ptr, tl.load(state_seeds_ptr + state))
-        num_full = computed // block_size
-        # The group with the fewest tokens may have smaller blocks.
-        num_blocks = tl.cdiv(reserved, block_size)
-        if owner == col.UNUSED:
-            tail = num_full
-        else:
-            tail = tl.maximum(num_full - recent_blocks, 0)
-            first = tl.where(owner == col.NEW_OWNER, 0, tl.load(slot_ptr + col.SUMMARIZED))
-            last = num_full
-            tl.store(slot_ptr + col.SUMMARIZED, num_full)
-        # RetrievalBudget.of()
-        budget = tl.minimum(tl.maximum(num_full // _SHARE, min_budget), max_budget)
-        selected = tl.minimum(tail, tl.maximum(budget - recent_blocks, 0))
-        rounds = tl.load(row_ptr + col.MAX_ROUNDS)
-        room = tl.minimum(tl.load(row_ptr + col.MAX_TOKENS), reserved - computed)
-        # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py), and the
-        # full pass adds a token.
-        room = tl.minimum(room, limit - 2 - computed)
-        # Blocks of the sparse table that the row needs until its proposal ends.
-        reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
-        is_ready = tl.load(num_sampled_ptr + tl.load(row_ptr + col.BATCH_ROW)) > 0
-        is_ready = is_ready & (computed >= min_context)
-        # The first pass of level 1 reads one token more, which must be in its window.
-        before_window = tl.load(limits_ptr + 8) * tl.load(row_ptr + col.WINDOW_START)
-        is_ready = is_ready & (computed - before_window >= num_speculative_tokens)
-        is_ready = is_ready & ((reach <= width) | (owner == col.UNUSED))
-        is_ready = is_ready & (tl.load(slot_ptr + col.DISABLED) == 0)
-        room = tl.where(is_ready & (rounds > 0), tl.maximum(room, 0), 0)
+    slot_ptr = table_ptr + tl.load(row_ptr + col.SLOT) * col.ROW_STRIDE
+    owner = tl.load(row_ptr + col.OWNER)
+    reserved = tl.load(row_ptr + col.RESERVED)
+    computed = tl.load(num_computed_ptr + state).to(tl.int32)
+    seed_ptr = (row_ptr + col.SEED).to(tl.pointer_type(tl.int64))
+    tl.store(seed_ptr, tl.load(state_seeds_ptr + state))
+    num_full = computed // block_size
+    is_sparse = owner != col.UNUSED
+    tail = tl.where(is_sparse, tl.maximum(num_full - recent_blocks, 0), num_full)
+    first = tl.load(slot_ptr + col.SUMMARIZED, mask=owner == col.SAME_OWNER, other=0)
+    tl.store(slot_ptr + col.SUMMARIZED, num_full, mask=is_sparse)
+    # RetrievalBudget.of()
+    budget = tl.minimum(tl.maximum(num_full // _SHARE, min_budget), max_budget)
+    selected = tl.minimum(tail, tl.maximum(budget - recent_blocks, 0))
+    rounds = tl.load(row_ptr + col.MAX_ROUNDS)
+    room = tl.minimum(tl.load(row_ptr + col.MAX_TOKENS), reserved - computed)
+    # The scheduler keeps inputs below max_model_len - 1 (v1/core/sched/scheduler.py), and the
+    # full pass adds a token.
+    room = tl.minimum(room, tl.load(row_ptr + col.LIMIT) - 2 - computed)
+    # Blocks of the sparse table that the row needs until its proposal ends.
+    reach = tl.cdiv(computed + num_speculative_tokens + 1, block_size) - tail + selected
+    is_ready = tl.load(num_sampled_ptr + tl.load(row_ptr + col.BATCH_ROW)) > 0
+    is_ready = is_ready & (computed >= min_context)
+    # The first pass of level 1 reads one token more, which must be in its window.
+    before_window = tl.load(limits_ptr + 8) * tl.load(row_ptr + col.WINDOW_START)
+    is_ready = is_ready & (computed - before_window >= num_speculative_tokens)
+    is_ready = is_ready & ((reach <= width) | (owner == col.UNUSED))
+    is_ready = is_ready & (tl.load(slot_ptr + col.DISABLED) == 0)
+    room = tl.where(is_ready & (rounds > 0), tl.maximum(room, 0), 0)
     tl.store(row_ptr + col.COMPUTED, computed)
-    tl.store(row_ptr + col.LAST_TOKEN, token)
+    tl.store(row_ptr + col.LAST_TOKEN, tl.load(last_sampled_ptr + state).to(tl.int32))
     tl.store(row_ptr + col.LENGTH, 0)
     tl.store(row_ptr + col.ROOM, room)
     tl.store(row_ptr + col.ROUNDS_LEFT, rounds)
     tl.store(row_ptr + col.TAIL, tail)
     tl.store(row_ptr + col.NUM_SELECTED, selected)
-    tl.store(row_ptr + col.SKIPPED, (tail - selected) * block_size)
-    tl.store(row_ptr + col.NUM_BLOCKS, num_blocks)
+    # The group with the fewest tokens may have smaller blocks.
+    tl.store(row_ptr + col.NUM_BLOCKS, tl.cdiv(reserved, block_size))
     tl.store(row_ptr + col.FIRST_NEWLY_FULL, first)
-    tl.store(row_ptr + col.LAST_NEWLY_FULL, last)
+    tl.store(row_ptr + col.LAST_NEWLY_FULL, tl.where(is_sparse, num_full, 0))
     tl.store(row_ptr + col.HAS_NAN, 0)
-    # Padding is greedy and masks nothing.
-    store_float(row_ptr + col.TEMPERATURE, temperature)
-    tl.store(masks_ptr + row, top_k)
-    store_float(masks_ptr + max_rows + row, tl.where(temperature > 0, temperature, 1.0))
-    store_float(masks_ptr + 2 * max_rows + row, top_p)
-    store_float(masks_ptr + 3 * max_rows + row, min_p)
-    for column in tl.static_range(col.NUM_OUTCOMES):
-        tl.store(outcomes_ptr + row * col.NUM_OUTCOMES + column, 0)
 
 
 @triton.jit
@@ -280,6 +241,6 @@ def load_seed(row_ptr):
 
 
 @triton.jit
-def disable_slot(table_ptr, row_stride, row_ptr):
+def disable_slot(table_ptr, row_ptr):
     """Mark a row's request: it is not speculated on any more."""
-    tl.store(table_ptr + tl.load(row_ptr + col.SLOT) * row_stride + col.DISABLED, 1)
+    tl.store(table_ptr + tl.load(row_ptr + col.SLOT) * col.ROW_STRIDE + col.DISABLED, 1)

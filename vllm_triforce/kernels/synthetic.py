@@ -40,7 +40,6 @@ class SyntheticTest:
             self.num_accepted,
             self._rates[int(is_direct)],
             rows.table,
-            rows.stride,
             rows.num_speculative_tokens,
             PADDED_LEN=triton.next_power_of_2(rows.num_speculative_tokens),
         )
@@ -60,11 +59,10 @@ def _draw_kernel(
     num_accepted_ptr,  # [num_owners], by slot, written
     rates_ptr,  # [num_speculative_tokens]
     table_ptr,
-    row_stride,
     num_speculative_tokens,
     PADDED_LEN: tl.constexpr,
 ):
-    row_ptr = table_ptr + tl.program_id(0).to(tl.int64) * row_stride
+    row_ptr = table_ptr + tl.program_id(0).to(tl.int64) * col.ROW_STRIDE
     places = tl.arange(0, PADDED_LEN)
     rates = tl.load(rates_ptr + places, mask=places < num_speculative_tokens, other=0.0)
     begin = tl.load(row_ptr + col.COMPUTED)

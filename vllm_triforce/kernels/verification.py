@@ -46,7 +46,6 @@ def verify_drafts(
     vocab_size = 0 if all_greedy else level2.logits.shape[-1]
     _accept_kernel[(num_rows,)](
         rows.table,
-        rows.stride,
         target.best,
         target.top,
         level2.logits,
@@ -66,7 +65,6 @@ def verify_drafts(
             level1.logits,
             level1.lse,
             rows.table,
-            rows.stride,
             sampler.values,
             sampler.tokens,
             0,
@@ -78,7 +76,6 @@ def verify_drafts(
         )
     _emit_kernel[(num_rows,)](
         rows.table,
-        rows.stride,
         rows.outcomes,
         counters,
         target.best,
@@ -96,7 +93,6 @@ def verify_drafts(
 @triton.jit
 def _accept_kernel(
     table_ptr,  # NUM_ACCEPTED is written
-    row_stride,
     best_ptr,  # [num_rows, GAMMA + 1]
     top_ptr,  # [num_rows, GAMMA + 1]
     target_ptr,  # [num_rows, GAMMA + 1, vocab_size]
@@ -110,7 +106,7 @@ def _accept_kernel(
     SYNTHETIC_RATE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     num_drafted = tl.load(row_ptr + col.NUM_DRAFTED)
     num_accepted = 0
     going = True
@@ -144,7 +140,6 @@ def _accept_kernel(
 @triton.jit
 def _emit_kernel(
     table_ptr,  # updated
-    row_stride,
     outcomes_ptr,  # [max_rows, NUM_OUTCOMES], added to
     counters_ptr,  # [num_counters], added to
     best_ptr,  # [num_rows, GAMMA + 1]
@@ -161,7 +156,7 @@ def _emit_kernel(
     # c; p and q were proposed before:
     #     drafted    a b -       proposal   p q a c      length 2 -> 4, num_emitted 2
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = table_ptr + row * row_stride
+    row_ptr = table_ptr + row * col.ROW_STRIDE
     length = tl.load(row_ptr + col.LENGTH)
     room = tl.load(row_ptr + col.ROOM)
     tl.store(row_ptr + col.NUM_EMITTED, 0)
@@ -187,7 +182,7 @@ def _emit_kernel(
             if load_float(row_ptr + col.TEMPERATURE) > 0:
                 last = sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
         drafted = row_ptr + col.DRAFTED
-        out = drafted + GAMMA + length
+        out = row_ptr + col.PROPOSED + length
         for place in tl.static_range(GAMMA):
             tl.store(out + place, tl.load(drafted + place), mask=place < num_accepted)
         num_emitted = num_accepted
@@ -201,7 +196,7 @@ def _emit_kernel(
             tl.store(row_ptr + col.ROOM, length + num_emitted)
         if has_nan:
             tl.store(row_ptr + col.HAS_NAN, 1)
-            disable_slot(table_ptr, row_stride, row_ptr)
+            disable_slot(table_ptr, row_ptr)
             tl.atomic_add(counters_ptr + count.NUM_NAN_REQUESTS, 1)
         tl.store(row_ptr + col.LENGTH, length + num_emitted)
         tl.store(row_ptr + col.NUM_EMITTED, num_emitted)
