@@ -20,7 +20,6 @@ from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.level2 import (
     check_level2_model,
     level2_model_config,
-    limit_states,
     online_schemes,
     why_no_level2,
 )
@@ -192,14 +191,13 @@ def test_why_level_2_takes_no_part(target, wanted):
 
 def test_proposals_are_short_where_each_token_has_a_state():
     """A length that the controller chooses stays chosen; vLLM keeps the states of the longest."""
-    given, hybrid = TriForceConfig(), model_config(is_hybrid=True)
-    filled = given.with_defaults(can_adapt=True, has_fixed_shapes=True)
-    assert limit_states(filled, given, model_config()) == filled
-    limited = limit_states(filled, given, hybrid)
+    settings = dict(can_adapt=True, has_fixed_shapes=True)
+    filled = TriForceConfig().with_defaults(**settings)
+    limited = TriForceConfig().with_defaults(has_states=True, **settings)
     assert (filled.num_speculative_tokens, limited.num_speculative_tokens) == (12, 4)
     assert limited.adaptive_keys == filled.adaptive_keys
     # Level 2 has states of its own for each request that speculates.
     assert limited.resolve(32).max_speculating_seqs == 8
     given = TriForceConfig(num_speculative_tokens=6, gamma=3, max_speculating_seqs=16)
-    filled = given.with_defaults(can_adapt=True, has_fixed_shapes=True)
-    assert limit_states(filled, given, hybrid) == filled
+    filled = given.with_defaults(**settings)
+    assert given.with_defaults(has_states=True, **settings) == filled

@@ -448,7 +448,7 @@ def test_a_pinned_draft_is_read_at_its_revision_only(gqa_pair, monkeypatch, pins
     monkeypatch.setattr(config, "get_config", get_config)
     monkeypatch.setattr("vllm.config.model.get_config", get_config)
     engine_config(gqa_pair["target"], triforce(model=gqa_pair["draft"], **pins))
-    assert len(read) >= 3  # twice by us, then by vLLM
+    assert len(read) >= 2  # by us, then by vLLM
     assert set(read) == {(pins.get("revision"), pins.get("code_revision"))}
 
 

@@ -14,6 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tests.unit.stepping import add, scheduler, step
+from tests.unit.test_level2_model import model_config
 from tests.unit.worlds import LONG_PAYS
 from vllm_triforce.config import checks
 from vllm_triforce.controller.async_controller import Outcome
@@ -153,6 +154,6 @@ def test_nothing_is_left_open_for_a_scheduler_that_makes_no_plans(
     keys = {"method": "triforce"}
     asked = SimpleNamespace(speculative_config=keys, scheduler_cls=scheduler_cls, max_num_seqs=None)
     asked.enable_lora = False
-    config, _ = _split(asked)
+    config, _, _ = _split(asked, model_config())
     assert bool(config.adaptive_keys) == is_chosen
     assert (config.resolve(16).min_context == 0) == is_chosen

@@ -27,6 +27,11 @@ def round_up(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size) * block_size
 
 
+def fit_budget(num_tokens: int, recent: int, block_size: int) -> int:
+    """Round a budget up to whole blocks, with room for the first chunk and a retrieved one."""
+    return max(recent + 2 * block_size, round_up(num_tokens, block_size))
+
+
 def chunk_size(block_size: int) -> int:
     """Return the tokens of a retrieval chunk: a KV block, or an equal part of a large one.
 
@@ -44,11 +49,10 @@ def fit_blocks(config, block_size: int):
     keys, and says so only once the model is loaded.
     """
     recent = round_up(config.retrieval_recent_tokens, block_size)
-    least = recent + 2 * block_size  # the first chunk and one that is retrieved
     return replace(
         config,
         block_size=block_size,
         retrieval_recent_tokens=recent,
-        min_retrieval_budget=max(least, round_up(config.min_retrieval_budget, block_size)),
-        retrieval_budget=max(least, round_up(config.retrieval_budget, block_size)),
+        min_retrieval_budget=fit_budget(config.min_retrieval_budget, recent, block_size),
+        retrieval_budget=fit_budget(config.retrieval_budget, recent, block_size),
     )

@@ -10,15 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_triforce.config.check_draft import has_alibi
-from vllm_triforce.config.keys import FIXED_GAMMA, KEYS
+from vllm_triforce.config.keys import KEYS
 from vllm_triforce.config.triforce_config import TriForceConfig
 
 DTYPES = ("bfloat16", "float16", "float32")
-
-# Tokens of a proposal, and requests that speculate, by default if layers keep a state for each
-# token. Qwen3.8-27B has 150 MB of states a request and token, vLLM's for each token of a proposal
-# and level 2's for each of a pass.
-_MAX_STATES, _MAX_SEQS = 4, 8
 
 # Targets whose recurrent layers level 2 runs with states of its own: gated delta nets.
 _GATED_DELTA_NETS = (
@@ -234,18 +229,3 @@ def fit_levels(config: TriForceConfig, model_config) -> TriForceConfig:
             "level 2 takes no part. Leave it out."
         )
     return dataclasses.replace(config, levels="1,3")
-
-
-def limit_states(filled: TriForceConfig, given: TriForceConfig, model_config) -> TriForceConfig:
-    """Limit keys that the user has not given where a recurrent state is kept for each token."""
-    if not has_recurrent_layers(model_config):
-        return filled
-    length, seqs = filled.num_speculative_tokens, filled.max_speculating_seqs
-    gamma = filled.gamma if given.gamma is not None else min(filled.gamma, FIXED_GAMMA)
-    if given.num_speculative_tokens is None:
-        length = min(filled.num_speculative_tokens, _MAX_STATES)
-    if seqs is None and "2" in filled.levels:
-        seqs = _MAX_SEQS
-    return dataclasses.replace(
-        filled, num_speculative_tokens=length, gamma=gamma, max_speculating_seqs=seqs
-    )

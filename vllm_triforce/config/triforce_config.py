@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_triforce.config.budget import CONTEXT_SHARE, RetrievalBudget, round_up
+from vllm_triforce.config.budget import CONTEXT_SHARE, RetrievalBudget, fit_budget, round_up
 from vllm_triforce.config.draft_sources import HEAD_SOURCE, SOURCES, choose_sources, parse_sources
 from vllm_triforce.config.keys import (
     FIXED_GAMMA,
@@ -31,6 +31,10 @@ _MAX_FIXED_SHAPE_LENGTH = 12
 # distributions grows with max_num_seqs: 16 requests with 32 tokens take 0.13 GiB at a vocabulary of
 # 128,256.
 _MAX_OFFLOAD_LENGTH, _FEW_REQUESTS = 16, 16
+# Tokens of a proposal, and requests that speculate, if layers keep a state for each token.
+# Qwen3.8-27B has 150 MB of states a request and token, vLLM's for each token of a proposal and
+# level 2's for each of a pass.
+_MAX_STATES, _MAX_SEQS_STATES = 4, 8
 
 _MAX_NGRAM, _NUM_SINKS = 8, 16
 _MAX_SEQS, _MAX_SEQS_OFFLOAD = 64, 4
@@ -210,23 +214,42 @@ class TriForceConfig(Keys):
         has_fixed_shapes: bool = False,
         max_num_seqs: int | None = None,
         is_head: bool = False,
+        has_states: bool = False,
+        max_length: int | None = None,
     ) -> "TriForceConfig":
-        """Fill in lengths, sources of drafts and the keys that the controller chooses, once.
+        """Fill in lengths, sources of drafts and the keys that the controller chooses.
 
         Args:
             can_adapt: True if the engine has a controller.
             has_fixed_shapes: True on Model Runner V2, where gamma is fixed at start.
             is_head: True if ``model`` is an EAGLE-3 head or has MTP layers.
+            has_states: True if layers of the target keep a recurrent state for each token.
+            max_length: limit of a length that is not given.
 
         Raises:
             ValueError: a given key does not fit these.
         """
-        if self.adaptive_keys is not None:
-            return self
-        config = self._with_lengths(can_adapt, has_fixed_shapes, max_num_seqs)
+        open_keys = {
+            "context": self.min_context is None,
+            "gamma": self.gamma is None and self.levels == "1,2,3",
+            "length": self.num_speculative_tokens is None,
+        }
+        adapts = self.adaptive and can_adapt and not self.is_plain
+        adaptive_keys = frozenset(name for name in open_keys if open_keys[name] and adapts)
+        num_seqs = _MAX_SEQS if self.kv_offload_gib is None else _MAX_SEQS_OFFLOAD
+        if has_states and "2" in self.levels:
+            num_seqs = _MAX_SEQS_STATES
+        config = dataclasses.replace(
+            self,
+            max_slowdown=self._slowdown(adaptive_keys),
+            prompt_lookup_max=self.prompt_lookup_max or _MAX_NGRAM,
+            max_speculating_seqs=self.max_speculating_seqs or num_seqs,
+            adaptive_keys=adaptive_keys,
+        )
         if self.is_plain:
             self._check_plain(model)
-            return config
+            # vLLM has no speculative method without a token.
+            return dataclasses.replace(config, num_speculative_tokens=1, gamma=1)
         if self.levels == "2,3":
             self._check_unused(
                 f"levels={self.levels!r}", "level 1 takes no part", model, LEVEL1_KEYS
@@ -243,47 +266,25 @@ class TriForceConfig(Keys):
                 f"num_sink_tokens={self.num_sink_tokens} is not used: the head {model!r} "
                 "has a window of recent tokens alone. Leave it out."
             )
-        num_sinks = None if is_head else self.num_sink_tokens or _NUM_SINKS
-        gamma = config.gamma
-        is_gamma_open = "gamma" in config.adaptive_keys
-        if has_fixed_shapes and is_gamma_open:
-            if not SOURCES[sources[0]].needs_model:
-                gamma = _MAX_GAMMA  # drafts are free, and level 2's reads do not grow with gamma
-            elif is_head:
-                gamma = _HEAD_GAMMA
-        return dataclasses.replace(
-            config, gamma=gamma, draft_sources=",".join(sources), num_sink_tokens=num_sinks
-        )
-
-    def _with_lengths(
-        self, can_adapt: bool, has_fixed_shapes: bool = False, max_num_seqs: int | None = None
-    ) -> "TriForceConfig":
-        """Fill in the proposals' keys and ``adaptive_keys``."""
-        open_keys = {
-            "context": self.min_context is None,
-            "gamma": self.gamma is None and self.levels == "1,2,3",
-            "length": self.num_speculative_tokens is None,
-        }
-        adapts = self.adaptive and can_adapt and not self.is_plain
-        adaptive_keys = frozenset(name for name in open_keys if open_keys[name] and adapts)
-        length, gamma = self.num_speculative_tokens, self.gamma
-        if self.is_plain:  # vLLM has no speculative method without a token
-            length = gamma = 1
-        if length is None:
-            max_length = _MAX_FIXED_SHAPE_LENGTH if has_fixed_shapes else _MAX_LENGTH
+        length, gamma = FIXED_LENGTH, FIXED_GAMMA
+        if "length" in adaptive_keys:
+            length = _MAX_FIXED_SHAPE_LENGTH if has_fixed_shapes else _MAX_LENGTH
             if self.kv_offload_gib is not None:
                 has_few = max_num_seqs is not None and max_num_seqs <= _FEW_REQUESTS
-                max_length = _MAX_LENGTH if has_few else _MAX_OFFLOAD_LENGTH
-            length = max_length if "length" in adaptive_keys else FIXED_LENGTH
-        if gamma is None:
-            is_chosen = "gamma" in adaptive_keys and not has_fixed_shapes
-            gamma = _MAX_GAMMA if is_chosen else FIXED_GAMMA
+                length = _MAX_LENGTH if has_few else _MAX_OFFLOAD_LENGTH
+        if "gamma" in adaptive_keys and not has_states:
+            if not (has_fixed_shapes and SOURCES[sources[0]].needs_model):
+                # Chosen while running, or drafts are free, and level 2's reads do not grow with it.
+                gamma = _MAX_GAMMA
+            elif is_head:
+                gamma = _HEAD_GAMMA
+        length = min(length, max_length or length, _MAX_STATES if has_states else length)
         return dataclasses.replace(
-            self,
-            num_speculative_tokens=length,
-            gamma=gamma,
-            max_slowdown=self._slowdown(adaptive_keys),
-            adaptive_keys=adaptive_keys,
+            config,
+            num_speculative_tokens=self.num_speculative_tokens or length,
+            gamma=self.gamma or gamma,
+            draft_sources=",".join(sources),
+            num_sink_tokens=None if is_head else self.num_sink_tokens or _NUM_SINKS,
         )
 
     def _slowdown(self, adaptive_keys: frozenset[str]) -> float:
@@ -318,42 +319,27 @@ class TriForceConfig(Keys):
                     "them out."
                 )
 
-    def resolve(self, block_size: int, is_exact: bool = False) -> ResolvedConfig:
-        """Fill in all other keys, and fit sizes to retrieval chunks, mostly vLLM's KV blocks.
+    def resolve(self, block_size: int) -> ResolvedConfig:
+        """Fit sizes to retrieval chunks, mostly vLLM's KV blocks.
 
-        Budgets are rounded up to whole blocks, and to room for one retrieved chunk, or refused if
-        ``is_exact``.
+        Budgets are rounded up to whole blocks, and to room for one retrieved chunk. A config
+        without its defaults gets those of an engine without a controller.
 
         Raises:
             ValueError: a size does not fit; the message names one that does.
         """
-        is_share = self.retrieval_budget is None
-        min_tokens = round_up(_MIN_BUDGET if is_share else self.retrieval_budget, block_size)
-        max_tokens = round_up(_MAX_BUDGET, block_size) if is_share else min_tokens
-        blocks = f"the KV block ({block_size} tokens)"
-        if is_exact and not is_share and min_tokens != self.retrieval_budget:
-            raise ValueError(
-                f"retrieval_budget={self.retrieval_budget} must be a multiple of {blocks}; "
-                f"use {min_tokens}"
-            )
-        recent = self.retrieval_recent_tokens
+        config = self if self.adaptive_keys is not None else self.with_defaults(can_adapt=False)
+        budget, recent = self.retrieval_budget, self.retrieval_recent_tokens
+        limits = (_MIN_BUDGET, _MAX_BUDGET) if budget is None else (budget, budget)
         if recent is None:
-            recent = min(_MAX_RECENT, min_tokens // 4)
+            recent = min(_MAX_RECENT, round_up(limits[0], block_size) // 4)
             recent = max(block_size, recent // block_size * block_size)
         if recent % block_size:
             raise ValueError(
-                f"retrieval_recent_tokens={recent} must be a multiple of {blocks}; "
-                f"use {round_up(recent, block_size)}"
+                f"retrieval_recent_tokens={recent} must be a multiple of the KV block "
+                f"({block_size} tokens); use {round_up(recent, block_size)}"
             )
-        min_budget = recent + 2 * block_size
-        if is_exact and min_tokens < min_budget:
-            raise ValueError(
-                f"retrieval_budget={self.retrieval_budget} has no room for the first chunk, "
-                f"one retrieved chunk and {recent} recent tokens, in chunks of {blocks}; "
-                f"use at least {min_budget}"
-            )
-        min_tokens, max_tokens = max(min_tokens, min_budget), max(max_tokens, min_budget)
-        config = self if self.adaptive_keys is not None else self._with_lengths(can_adapt=False)
+        min_tokens, max_tokens = (fit_budget(limit, recent, block_size) for limit in limits)
         min_context = _NEVER if self.is_plain else config.min_context
         if min_context is None:
             min_context = 0 if "context" in config.adaptive_keys else 2 * max_tokens
@@ -362,13 +348,8 @@ class TriForceConfig(Keys):
             "retrieval_budget": max_tokens,
             "retrieval_recent_tokens": recent,
             "min_context": min_context,
-            # with_defaults() chose the sources, unless no level drafts.
             "draft_sources": config.draft_sources or "",
-            "num_sink_tokens": config.num_sink_tokens
-            or (0 if HEAD_SOURCE in (config.draft_sources or "").split(",") else _NUM_SINKS),
-            "prompt_lookup_max": config.prompt_lookup_max or _MAX_NGRAM,
-            "max_speculating_seqs": config.max_speculating_seqs
-            or (_MAX_SEQS if self.kv_offload_gib is None else _MAX_SEQS_OFFLOAD),
+            "num_sink_tokens": config.num_sink_tokens or 0,
         }
         return ResolvedConfig(**values, block_size=block_size, min_retrieval_budget=min_tokens)
 

@@ -7,7 +7,6 @@ the draft's distributions. All checks run here, before weights load.
 """
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 from vllm.logger import init_logger
@@ -19,7 +18,6 @@ from vllm_triforce.config.level2 import (
     check_level2_model,
     fit_levels,
     has_recurrent_layers,
-    limit_states,
     why_no_level2,
 )
 from vllm_triforce.config.synthetic import (
@@ -69,12 +67,11 @@ _WORKERS = {
 }
 
 
-def _split(engine_args, target_model_config=None) -> tuple[TriForceConfig, dict[str, Any]]:
-    """Split ``speculative_config`` into TriForce's keys, validated, and those for vLLM.
+def _split(engine_args, target_config) -> tuple[TriForceConfig, dict[str, Any], Any]:
+    """Split ``speculative_config`` into TriForce's keys, filled in, and those for vLLM.
 
-    Args:
-        target_model_config: vLLM's, to leave level 2 out where it takes no part; None before
-            vLLM has it.
+    Returns:
+        Both, and the Hugging Face config of the draft model; None without one.
     """
     given = engine_args.speculative_config.items()
     keys = {key.replace("-", "_"): value for key, value in given if key != "method"}
@@ -95,28 +92,26 @@ def _split(engine_args, target_model_config=None) -> tuple[TriForceConfig, dict[
     checks.check_rejection_sample_method(method, has_fixed_shapes)
     config = TriForceConfig.from_speculative_config(keys)
     check_synthetic(method, draft.get(RATES_KEY), config.synthetic_level1_acceptance)
-    if target_model_config is not None:
-        config = fit_levels(config, target_model_config)
-    # On Model Runner V2 the controller runs in our scheduler.
-    can_adapt = not (has_fixed_shapes and engine_args.scheduler_cls)
-    model, is_head = draft.get("model"), False
-    if model and not config.is_plain:
+    checks.check_selection(config)
+    config = fit_levels(config, target_config)
+    hf_config = None
+    if draft.get("model") and not config.is_plain:
         hf_config = check_draft.read_draft_config(draft, engine_args.trust_remote_code)
-        is_head = check_draft.is_head(hf_config)
     filled = config.with_defaults(
-        can_adapt, model, has_fixed_shapes, engine_args.max_num_seqs, is_head
+        # On Model Runner V2 the controller runs in our scheduler.
+        can_adapt=not (has_fixed_shapes and engine_args.scheduler_cls),
+        model=draft.get("model"),
+        has_fixed_shapes=has_fixed_shapes,
+        max_num_seqs=engine_args.max_num_seqs,
+        is_head=hf_config is not None and check_draft.is_head(hf_config),
+        has_states=has_recurrent_layers(target_config),
+        max_length=_max_tokens_with_lora(engine_args) if engine_args.enable_lora else None,
     )
-    if engine_args.enable_lora and config.num_speculative_tokens is None:
-        max_tokens = max(1, _max_tokens_with_lora(engine_args))
-        length = min(filled.num_speculative_tokens or max_tokens, max_tokens)
-        filled = replace(filled, num_speculative_tokens=length)
-    if target_model_config is not None:
-        filled = limit_states(filled, config, target_model_config)
-    return filled, draft
+    return filled, draft, hf_config
 
 
 def _max_tokens_with_lora(engine_args) -> int:
-    """Count the tokens that each request may propose if LoRA is enabled.
+    """Count the tokens, at least 1, that each request may propose if LoRA is enabled.
 
     vLLM refuses to start if a step has no room for the proposals of ``max_num_seqs`` requests. Its
     defaults depend on the usage context; the smallest count of all contexts is returned.
@@ -129,7 +124,7 @@ def _max_tokens_with_lora(engine_args) -> int:
         num_tokens = engine_args.max_num_batched_tokens or scale * default
         num_seqs = min(num_tokens, scale * seqs_by_context[context])
         counts.append(num_tokens // (engine_args.max_num_seqs or num_seqs) - 1)
-    return min(counts)
+    return max(1, min(counts))
 
 
 @patch(
@@ -148,34 +143,19 @@ def _create_engine_config(original, self, *args, **kwargs):
     with name_flags_in_refusals(self):
         try:
             with refusing():
-                _prepare_args(self)
+                install_in_engine()
+                self.speculative_config = merge_flags(self)
+            self.additional_config = {**(self.additional_config or {}), METHOD: None}
+            for name in names:
+                setattr(self, name, None)
+            if checks.is_cpu() and self.block_size is None:
+                self.block_size = _CPU_BLOCK_SIZE
             vllm_config = original(self, *args, **kwargs)
         finally:
             for name, value in saved.items():
                 setattr(self, name, value)
         with refusing():
             return _finish_config(vllm_config)
-
-
-def _prepare_args(engine_args) -> None:
-    """Run the checks that need no vLLM config, and keep our keys."""
-    install_in_engine()
-    engine_args.speculative_config = merge_flags(engine_args)
-    for name, _ in FLAGS.values():
-        setattr(engine_args, name, None)
-    config, draft = _split(engine_args)
-    checks.check_selection(config)
-    if checks.is_cpu() and engine_args.block_size is None:
-        engine_args.block_size = _CPU_BLOCK_SIZE
-    _keep(engine_args, config, draft)
-
-
-def _keep(engine_args, config: TriForceConfig, draft: dict[str, Any]) -> None:
-    """Put our keys into ``additional_config``, which vLLM passes on to its config."""
-    engine_args.additional_config = {
-        **(engine_args.additional_config or {}),
-        METHOD: {**config.to_dict(), "draft_model": draft.get("model") or None},
-    }
 
 
 @patch(
@@ -253,15 +233,11 @@ def _check_not_replaced(engine_args) -> None:
 def _set_stock_config(engine_args, target_model_config, target_parallel_config) -> None:
     """Check target and draft, and replace our keys by those of a stock ``SpeculativeConfig``."""
     checks.check_target(target_model_config, target_parallel_config)
-    config, draft = _split(engine_args, target_model_config)
-    if why_no_level2(target_model_config) or has_recurrent_layers(target_model_config):
-        _keep(engine_args, config, draft)
-    else:
-        # Use the defaults that were filled in before vLLM filled in its own.
-        config = _read_kept(engine_args.additional_config)[0]
+    config, draft, hf_config = _split(engine_args, target_model_config)
+    # vLLM passes it on to its config.
+    engine_args.additional_config[METHOD] = config, draft.get("model") or None
     method = "draft_model"
-    if draft.get("model"):
-        hf_config = check_draft.read_draft_config(draft, engine_args.trust_remote_code)
+    if hf_config is not None:
         check_draft.check_draft(draft["model"], hf_config, target_model_config, config)
         if check_draft.is_head(hf_config):
             check_draft.check_head(draft["model"], hf_config, target_model_config)
@@ -283,15 +259,9 @@ def _set_stock_config(engine_args, target_model_config, target_parallel_config) 
     }
 
 
-def _read_kept(additional_config) -> tuple[TriForceConfig, str | None]:
-    kept = dict(additional_config[METHOD])
-    draft_model = kept.pop("draft_model")
-    return TriForceConfig.from_dict(kept), draft_model
-
-
 def _finish_config(vllm_config):
     """Resolve our keys, check them against the engine's, and set worker and scheduler classes."""
-    config, draft_model = _read_kept(vllm_config.additional_config)
+    config, draft_model = vllm_config.additional_config[METHOD]
     chunk = vllm_config.cache_config.block_size
     if not checks.is_cpu():  # where a chunk is a whole block
         chunk = chunk_size(chunk)

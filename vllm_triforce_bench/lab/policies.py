@@ -39,7 +39,13 @@ class Sizes:
         config = TriForceConfig(
             retrieval_budget=self.budget,
             retrieval_recent_tokens=self.recent_tokens,  # type: ignore[arg-type]  # None: default
-        ).resolve(self.chunk_size, is_exact=True)
+        ).resolve(self.chunk_size)
+        if config.retrieval_budget != self.budget:
+            raise ValueError(
+                f"budget={self.budget} does not fit chunks of {self.chunk_size} tokens: it must be "
+                "a multiple, with room for the first chunk, one retrieved chunk and "
+                f"{config.retrieval_recent_tokens} recent tokens. Use {config.retrieval_budget}."
+            )
         object.__setattr__(self, "recent_tokens", config.retrieval_recent_tokens)
         object.__setattr__(self, "retrieval_budget", config.budget)
 
