@@ -269,7 +269,6 @@ def test_unsupported_settings_on_a_gpu_are_refused(changed, named, monkeypatch):
         scheduler_config=SimpleNamespace(
             max_num_seqs=changed.get("seqs"), max_num_batched_tokens=changed.get("tokens")
         ),
-        watermark_config=None,
         structured_outputs_config=SimpleNamespace(backend="auto"),
         model_config=model_config,
     )

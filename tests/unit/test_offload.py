@@ -147,7 +147,7 @@ def engine(**changes) -> SimpleNamespace:
         ),
         model_config=SimpleNamespace(model="target", hf_text_config=SimpleNamespace()),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, nnodes=1, data_parallel_size_local=1, use_ubatching=False
+            tensor_parallel_size=1, nnodes=1, data_parallel_size_local=1
         ),
     )
     for name, value in changes.items():
@@ -163,7 +163,6 @@ def engine(**changes) -> SimpleNamespace:
         ({"kv_transfer_config": SimpleNamespace(kv_connector="Some")}, "KV connector 'Some'"),
         ({"cache_config__kv_offloading_size": 7.0}, "kv_offloading_size=7"),
         ({"cache_config__block_size": 544}, "--block-size 544"),
-        ({"parallel_config__use_ubatching": True}, "microbatches"),
         ({"attention_config__backend": SimpleNamespace(name="FLASHINFER")}, "FLASHINFER"),
         (
             {"compilation_config__pass_config__fuse_rope_kvcache": True},

@@ -159,11 +159,6 @@ def _check_features(vllm_config) -> None:
             "method='triforce': vLLM compiles its grammars only without speculation. Use "
             "'auto', 'xgrammar', 'guidance' or 'outlines'."
         )
-    if vllm_config.watermark_config is not None:
-        raise ValueError(
-            "watermark_config is not supported with method='triforce': level 2 draws its tokens "
-            "without the watermark. Drop one of the two."
-        )
 
 
 def _check_pass_size(vllm_config, config: ResolvedConfig) -> None:
@@ -263,11 +258,6 @@ def check_offload(vllm_config, config: ResolvedConfig) -> None:
         raise ValueError(
             f"{setting} is not supported with --block-size {block_size}: level 2 splits such "
             "blocks into chunks, and its pool holds whole blocks. Use 128 at most."
-        )
-    if vllm_config.parallel_config.use_ubatching:
-        raise ValueError(
-            f"{setting} is not supported with microbatches (enable_dbo, ubatch_size): both would "
-            "use the staging buffer at the same time. Leave one of them out."
         )
     pass_config = vllm_config.compilation_config.pass_config
     for name in ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache"):
