@@ -241,11 +241,11 @@ def _target_inputs_kernel(
     sparse_seq_lens_ptr += row * NUM_KV_HEADS
     computed = tl.load(row_ptr + col.COMPUTED)
     length = tl.load(row_ptr + col.LENGTH)
-    # Rows that are finished, and those of padding, write no KV.
     missing = tl.load(row_ptr + col.ROOM) - length
-    is_open = missing > 0
+    # Other rows, finished ones and padding, write no KV.
+    is_open = (row < tl.load(table_ptr + col.NUM_ROWS)) & (missing > 0)
     # The pass adds a token, so one less is drafted.
-    num_drafted = tl.minimum(tl.load(row_ptr + col.NUM_DRAFTED), tl.maximum(missing - 1, 0))
+    num_drafted = tl.minimum(tl.load(row_ptr + col.NUM_DRAFTED), tl.where(is_open, missing - 1, 0))
     tl.store(row_ptr + col.NUM_DRAFTED, num_drafted)
     newest = tl.load(row_ptr + col.PROPOSED + length - 1, mask=length > 0)
     newest = tl.where(length > 0, newest, tl.load(row_ptr + col.LAST_TOKEN))
