@@ -1,6 +1,8 @@
 """Small tensors that tests hand to kernels."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -8,16 +10,22 @@ from tests.kernels.device import DEVICE
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.draw import Distributions, ExponentialSampler, LevelLogits
 from vllm_triforce.kernels.row_table import Owner, RowColumn, StateColumn, stack_columns
-from vllm_triforce.kernels.rows import RowLimits, Rows, SamplingParameters
+from vllm_triforce.kernels.rows import Rows, SamplingParameters
 from vllm_triforce.kernels.verification import verify_drafts
 from vllm_triforce.metrics.counters import DeviceCounter
 
 VOCAB_SIZE = 100
-NO_LIMITS = RowLimits(0, 16, RetrievalBudget(0, 0, 0), 0)
 
 
 def integers(values, dtype=torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def config_of(gamma: int, num_speculative_tokens: int = 6, **more) -> Any:
+    """Make what ``Rows`` reads of a ``ResolvedConfig``; without ``more`` nothing limits rows."""
+    lengths = dict(gamma=gamma, num_speculative_tokens=num_speculative_tokens)
+    limits = dict(min_context=0, block_size=16, table_width=0, has_head=False)
+    return SimpleNamespace(**lengths, **{"budget": RetrievalBudget(0, 0, 0), **limits, **more})
 
 
 def new_counters() -> torch.Tensor:
@@ -35,7 +43,8 @@ def some_rows(num_rows: int, gamma: int, num_speculative_tokens: int = 6, **fiel
     Args:
         fields: by name, tensors of ``Rows`` or columns of its table, or numbers for each row.
     """
-    rows = Rows(num_rows + 1, num_speculative_tokens, gamma, VOCAB_SIZE, NO_LIMITS, DEVICE)
+    config = config_of(gamma, num_speculative_tokens)
+    rows = Rows(config, num_rows + 1, VOCAB_SIZE, DEVICE)
     rows.num_rows = num_rows
     rows.row_metadata[:num_rows, RowColumn.SLOT] = torch.arange(num_rows, device=DEVICE)
     rows.table[:, StateColumn.ROUNDS_LEFT] = 100
@@ -98,6 +107,7 @@ def verify(
     target: torch.Tensor,  # [num_rows, gamma + 1, vocab_size], logits
     temperature: torch.Tensor | None,  # [num_rows]; None if all rows are greedy
     draft: torch.Tensor | None = None,  # [num_rows, gamma, vocab_size], logits; None: certain
+    synthetic_rate: float | None = None,
 ) -> torch.Tensor:
     """Verify the rows' drafts; return the counters."""
     counters = new_counters()
@@ -107,5 +117,6 @@ def verify(
         None if draft is None or temperature is None else distributions(draft, temperature),
         ExponentialSampler(len(target), target.shape[-1], DEVICE),
         counters,
+        synthetic_rate,
     )
     return counters

@@ -187,6 +187,15 @@ def test_a_nan_at_any_place_that_was_written_is_found(temperature, place, left, 
     assert counters[DeviceCounter.NUM_NAN_REQUESTS] == found
 
 
+def test_a_rejected_draft_stays_where_nothing_else_is_likelier():
+    """Equal distributions reject by rounding errors alone; here a rate rejects."""
+    target, temperature = some_logits(1, 3, 9, seed=1), torch.ones(1)
+    drafted = dict(drafted=torch.tensor([[4, 5]]), num_drafted=2)
+    rows = some_rows(1, gamma=2, room=6, temperature=temperature, **drafted)
+    verify(rows, target, temperature, target[:, :2], synthetic_rate=0.0)
+    assert rows.proposal[0, : int(rows.length[0])].tolist() == [4]
+
+
 def test_a_proposal_ends_with_its_last_round():
     """The first has two more rounds, the second none."""
     target = torch.full((2, 3, 9), -50.0)

@@ -67,7 +67,7 @@ class ExponentialSampler:
         self.block = min(_BLOCK, triton.next_power_of_2(vocab_size))
         self.num_blocks = triton.cdiv(vocab_size, self.block)
         self.padded_blocks = triton.next_power_of_2(self.num_blocks)
-        shape = (max_rows, 2, self.num_blocks)
+        shape = (max_rows, self.num_blocks)
         self.values = torch.zeros(shape, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
 
@@ -126,7 +126,7 @@ def _store_drafts_kernel(
     token = tl.load(best_ptr + row).to(tl.int32)
     if not ALL_GREEDY:  # noqa: SIM102, known when the kernel is compiled, the other is not
         if load_float(row_ptr + col.TEMPERATURE) > 0:
-            token = sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
+            token = sampled_token(values_ptr, tokens_ptr, row, num_blocks, token, PADDED_BLOCKS)
     top = tl.load(top_ptr + row)
     if top != top:
         tl.store(row_ptr + col.HAS_NAN, 1)
@@ -140,8 +140,8 @@ def draw_kernel(
     draft_ptr,  # [num_rows, PLACES - 1, vocab_size]
     draft_lse_ptr,  # [num_rows, PLACES - 1]
     table_ptr,
-    values_ptr,  # [num_rows, 2, num_blocks], written
-    tokens_ptr,  # [num_rows, 2, num_blocks], written
+    values_ptr,  # [num_rows, num_blocks], written
+    tokens_ptr,  # [num_rows, num_blocks], written
     first_place,  # of the places, after the proposal
     vocab_size,
     PLACES: tl.constexpr,
@@ -149,8 +149,10 @@ def draw_kernel(
     IS_ONE_HOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run the exponential race over a block of the vocabulary: argmax of probability over noise,
-    for the residual distribution and for the target's own."""
+    """Run the exponential race over a block of the vocabulary: argmax of probability over noise.
+
+    Where a draft was rejected the probabilities are those of the residual distribution.
+    """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     num_blocks = tl.num_programs(1)
@@ -169,43 +171,31 @@ def draw_kernel(
     probs = tl.exp(logits.to(tl.float32) / temperature - lse)
     begin, token_position = place_of_noise(row_ptr, first_place + place)
     delay = exponential(load_seed(row_ptr), begin, token_position, PURPOSE, tokens)
-    rest = probs
     if PLACES > 1:  # noqa: SIM102, known when the kernel is compiled, the other is not
         if place < tl.load(row_ptr + col.NUM_DRAFTED):
             draft_row = row * (PLACES - 1) + place
             if IS_ONE_HOT:
-                rest = tl.where(tokens == tl.load(row_ptr + col.DRAFTED + place), 0.0, probs)
+                probs = tl.where(tokens == tl.load(row_ptr + col.DRAFTED + place), 0.0, probs)
             else:
                 drafted = tl.load(
                     draft_ptr + draft_row * vocab_size + tokens, mask=mask, other=float("-inf")
                 )
                 drafted = drafted.to(tl.float32) / temperature
-                rest = probs - tl.exp(drafted - tl.load(draft_lse_ptr + draft_row))
-    out = row * 2 * num_blocks + block
+                probs -= tl.exp(drafted - tl.load(draft_lse_ptr + draft_row))
+    out = row * num_blocks + block
     # Comparisons are false for NaN, which therefore never wins.
-    value = tl.where(rest > 0, rest, 0.0) / delay
+    value = tl.where(probs > 0, probs, 0.0) / delay
     tl.store(values_ptr + out, tl.max(value, axis=0))
     tl.store(tokens_ptr + out, block * BLOCK + tl.argmax(value, axis=0))
-    value = tl.where(probs > 0, probs, 0.0) / delay
-    tl.store(values_ptr + out + num_blocks, tl.max(value, axis=0))
-    tl.store(tokens_ptr + out + num_blocks, block * BLOCK + tl.argmax(value, axis=0))
 
 
 @triton.jit
-def sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS: tl.constexpr):
-    """Return the token that won a row's race.
-
-    Where no residual is left, the target's own race decides: both distributions are equal up to
-    rounding, and the rejection was a rounding error.
-    """
+def sampled_token(values_ptr, tokens_ptr, row, num_blocks, default, PADDED_BLOCKS: tl.constexpr):
+    """Return the token that won a row's race; ``default`` where no token has a probability."""
     blocks = tl.arange(0, PADDED_BLOCKS)
-    offsets = row * 2 * num_blocks + blocks
-    mask = blocks < num_blocks
-    rest = tl.load(values_ptr + offsets, mask=mask, other=-1.0)
-    if tl.max(rest, axis=0) > 0:
-        return tl.load(tokens_ptr + row * 2 * num_blocks + tl.argmax(rest, axis=0))
-    whole = tl.load(values_ptr + offsets + num_blocks, mask=mask, other=-1.0)
-    return tl.load(tokens_ptr + (row * 2 + 1) * num_blocks + tl.argmax(whole, axis=0))
+    values = tl.load(values_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=-1.0)
+    token = tl.load(tokens_ptr + row * num_blocks + tl.argmax(values, axis=0))
+    return tl.where(tl.max(values, axis=0) > 0, token, default)
 
 
 @triton.jit

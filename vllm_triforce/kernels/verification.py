@@ -180,7 +180,10 @@ def _emit_kernel(
             has_nan = has_nan | ((place <= num_drafted) & (is_right == 0))
         if not ALL_GREEDY:  # noqa: SIM102
             if load_float(row_ptr + col.TEMPERATURE) > 0:
-                last = sampled_token(values_ptr, tokens_ptr, row, num_blocks, PADDED_BLOCKS)
+                # Without a residual both distributions are equal up to rounding, and the draft was
+                # rejected by a rounding error.
+                draft = tl.load(row_ptr + col.DRAFTED + num_accepted)
+                last = sampled_token(values_ptr, tokens_ptr, row, num_blocks, draft, PADDED_BLOCKS)
         drafted = row_ptr + col.DRAFTED
         out = row_ptr + col.PROPOSED + length
         for place in tl.static_range(GAMMA):
