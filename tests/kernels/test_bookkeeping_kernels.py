@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels import oracles
 from tests.kernels.device import DEVICE
-from tests.kernels.tensors import VOCAB_SIZE, counted, init_rows, integers, new_counters
+from tests.kernels.tensors import VOCAB_SIZE, config_of, counted, init_rows, integers, new_counters
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.pass_inputs import (
     PassInputs,
@@ -22,7 +22,7 @@ from vllm_triforce.kernels.row_table import (
     StateColumn,
     stack_columns,
 )
-from vllm_triforce.kernels.rows import RowLimits, Rows, SamplingParameters
+from vllm_triforce.kernels.rows import Rows, SamplingParameters
 from vllm_triforce.metrics.counters import DeviceCounter
 
 BLOCK_SIZE = 16
@@ -48,8 +48,8 @@ def begun(num_sampled=NUM_SAMPLED, table=None, **changes) -> Rows:
     Args:
         table: columns that are other than ``TABLE``'s.
     """
-    limits = RowLimits(0, BLOCK_SIZE, RetrievalBudget(14, 14, recent=4), width=20)
-    rows = Rows(5, 6, 2, VOCAB_SIZE, limits._replace(**changes), DEVICE)
+    limits = dict(block_size=BLOCK_SIZE, budget=RetrievalBudget(14, 14, recent=4), table_width=20)
+    rows = Rows(config_of(gamma=2, **{**limits, **changes}), 5, VOCAB_SIZE, DEVICE)
     rows.table[:, SlotColumn.SUMMARIZED].copy_(integers([6, 30, 0, 5, 0]))
     num_computed, last = integers([0] * 8), integers([[0]] * 8, torch.int64)
     by_state = torch.arange(8, dtype=torch.float32, device=DEVICE)
@@ -101,13 +101,13 @@ def test_rows_begin_after_the_full_pass():
 def test_rows_that_cannot_propose_have_no_room():
     assert begun(num_sampled=[0, 1, 2]).room.tolist()[:3] == [6, 0, 1], "in a prefill"
     assert begun(min_context=105).room.tolist()[:3] == [6, 5, 0]
-    assert begun(width=14).room.tolist()[:3] == [0, 5, 1], "the tail does not fit the table"
+    assert begun(table_width=14).room.tolist()[:3] == [0, 5, 1], "the tail does not fit the table"
     of_rounds = begun(table={RowColumn.MAX_ROUNDS: [1, 0, 1]})
     assert of_rounds.room.tolist()[:3] == [6, 0, 1], "in no round"
 
 
 def test_rows_that_level_2_takes_no_part_in_need_no_selection():
-    rows = begun(width=14, table={RowColumn.OWNER: [Owner.UNUSED] * 3})
+    rows = begun(table_width=14, table={RowColumn.OWNER: [Owner.UNUSED] * 3})
     assert rows.room.tolist()[:3] == [6, 5, 1], "there is no table to fit into"
     assert rows.table[:, SlotColumn.SUMMARIZED].tolist() == [6, 30, 0, 5, 0], "what is kept stays"
 
@@ -115,8 +115,8 @@ def test_rows_that_level_2_takes_no_part_in_need_no_selection():
 @pytest.mark.parametrize("budget", [RetrievalBudget(6, 20, 2), RetrievalBudget(8, 8, 3)])
 def test_the_budget_is_the_hosts(budget):
     contexts = [40, 61, 96, 161, 310]
-    bounds = RowLimits(0, BLOCK_SIZE, budget, width=1000)
-    rows = Rows(5, 6, 2, VOCAB_SIZE, bounds, DEVICE)
+    config = config_of(gamma=2, block_size=BLOCK_SIZE, budget=budget, table_width=1000)
+    rows = Rows(config, 5, VOCAB_SIZE, DEVICE)
     init_rows(rows, [count * BLOCK_SIZE + 3 for count in contexts])
     wanted = [
         min(max(0, count - budget.recent), budget.of(count) - budget.recent) for count in contexts

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.kernels.device import DEVICE
-from tests.kernels.tensors import NO_LIMITS, VOCAB_SIZE, integers
+from tests.kernels.tensors import VOCAB_SIZE, config_of, integers
 from vllm_triforce.kernels.pass_inputs import PassInputs
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
@@ -16,7 +16,7 @@ HIDDEN, CAPACITY, SLOTS = 600, 11, 4
 
 @pytest.fixture
 def rows() -> Rows:
-    return Rows(SLOTS, 6, 2, VOCAB_SIZE, NO_LIMITS, DEVICE)
+    return Rows(config_of(gamma=2), SLOTS, VOCAB_SIZE, DEVICE)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.device import DEVICE
-from tests.kernels.tensors import NO_LIMITS, VOCAB_SIZE, integers
+from tests.kernels.tensors import VOCAB_SIZE, config_of, integers
 from tests.unit.test_sources import on_host
 from vllm_triforce.kernels import prompt_lookup as on_device
 from vllm_triforce.kernels.row_table import RowColumn
@@ -17,7 +17,7 @@ from vllm_triforce.kernels.rows import Rows
 @pytest.mark.parametrize("vocab_size", [2, 5, 40])
 def test_prompt_lookup_is_the_hosts(vocab_size, max_ngram):
     draw = torch.Generator().manual_seed(vocab_size * 10 + max_ngram)
-    rows = Rows(6, 6, 3, VOCAB_SIZE, NO_LIMITS, DEVICE)
+    rows = Rows(config_of(gamma=3), 6, VOCAB_SIZE, DEVICE)
     lengths, proposed = [1, 2, 9, 300, 1500, 2100], [0, 0, 2, 0, 5, 3]
     all_tokens = torch.randint(vocab_size, (8, 2200), generator=draw, dtype=torch.int32)
     # A place of an image is -1; the newest token is none.

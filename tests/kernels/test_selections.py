@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.kernels.device import DEVICE
-from tests.kernels.tensors import VOCAB_SIZE, init_rows
+from tests.kernels.tensors import VOCAB_SIZE, config_of, init_rows
 from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.row_table import Owner
-from vllm_triforce.kernels.rows import RowLimits, Rows
+from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.batch import Slots
 from vllm_triforce.runner_v2.selections import PolicySelection, SelectionsV2
 from vllm_triforce.selection import SelectionPolicy
@@ -48,8 +48,7 @@ def world():
         prompt_lookup_max=3,
     )
     config = config.with_defaults(can_adapt=False).resolve(BLOCK)
-    limits = RowLimits(0, BLOCK, config.budget, config.table_width)
-    rows = Rows(4, 6, 2, VOCAB_SIZE, limits, DEVICE)
+    rows = Rows(config, 4, VOCAB_SIZE, DEVICE)
     attention = Attention()
     tables = torch.zeros(4, WIDTH, dtype=torch.int32, device=DEVICE)
     return SelectionsV2(config, attention, 4 * WIDTH, rows, tables), rows, attention, Slots(4)
@@ -106,7 +105,8 @@ class OfAGroup(SelectionPolicy):
 
 def test_a_policy_that_wants_few_chunks_selects_none_of_the_tail():
     """The tail has the drafts that the pass tests, and selected blocks are read as a whole."""
-    rows = Rows(2, 6, 2, VOCAB_SIZE, RowLimits(0, BLOCK, RetrievalBudget(8, 8, 2), 12), DEVICE)
+    config = config_of(2, block_size=BLOCK, budget=RetrievalBudget(8, 8, 2), table_width=12)
+    rows = Rows(config, 2, VOCAB_SIZE, DEVICE)
     init_rows(rows, [20 * BLOCK])
     tables = torch.arange(2 * WIDTH, dtype=torch.int32, device=DEVICE).view(2, WIDTH).flip(1)
     sparse = torch.full((1, 2 * NUM_KV_HEADS, 12), -1, dtype=torch.int32, device=DEVICE)

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.kernels.device import DEVICE
-from tests.kernels.tensors import NO_LIMITS, integers
+from tests.kernels.tensors import config_of, integers
 from vllm_triforce.kernels.row_table import RowColumn
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.logits_processing import LogitsProcessing
@@ -50,7 +50,7 @@ ASKED = [
 def made():
     """Make rows with proposals of different lengths, their processing, and vLLM's states."""
     torch.manual_seed(2)
-    rows = Rows(7, MAX_PROPOSAL, GAMMA, VOCAB_SIZE, NO_LIMITS, DEVICE)
+    rows = Rows(config_of(GAMMA, MAX_PROPOSAL), 7, VOCAB_SIZE, DEVICE)
     rows.num_rows = NUM_ROWS
     rows.count.fill_(NUM_ROWS)
     rows.row_metadata[:NUM_ROWS, RowColumn.STATE] = integers([3, 1, 4, 0, 6, 5])

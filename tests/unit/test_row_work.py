@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
-from tests.kernels.tensors import NO_LIMITS
+from tests.kernels.tensors import config_of
 from tests.unit.fake_graphs import without_gpu
 from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.runner_v2.sampling import CAPTURED_SAMPLING, SamplingV2
@@ -36,7 +36,7 @@ def made(monkeypatch):
     from vllm_triforce.runner_v2.passes import GraphedRound
 
     def make(max_rows: int = 5):
-        rows, its, calls = Rows(max_rows, 6, 2, 100, NO_LIMITS, torch.device("cpu")), Pass(), []
+        rows, its, calls = Rows(config_of(gamma=2), max_rows, 100, torch.device("cpu")), Pass(), []
 
         def work(sampling: SamplingV2) -> tuple[int]:
             assert sampling is (CAPTURED if its.is_within_capture else PRESENT)

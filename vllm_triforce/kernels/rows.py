@@ -8,21 +8,12 @@ from typing import NamedTuple
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_triforce.config.budget import CONTEXT_SHARE, RetrievalBudget
+from vllm_triforce.config import ResolvedConfig
+from vllm_triforce.config.budget import CONTEXT_SHARE
 from vllm_triforce.kernels import row_table as col
 from vllm_triforce.kernels.row_table import OutcomeColumn, RowColumn, SlotColumn, StateColumn
 
 _SHARE = tl.constexpr(CONTEXT_SHARE)
-
-
-class RowLimits(NamedTuple):
-    """Configuration that bounds the proposal of every row."""
-
-    min_context: int  # tokens
-    block_size: int  # tokens
-    budget: RetrievalBudget
-    width: int  # blocks, of the sparse block tables
-    has_head: bool = False  # True if level 1's window has no sinks
 
 
 class SamplingParameters(NamedTuple):
@@ -41,22 +32,15 @@ class Rows:
 
     Args:
         max_rows: requests that can be speculated on at a time, and slots.
-        gamma: tokens that level 1 drafts for a pass of level 2.
         vocab_size: of the target; a request without top-k has this one.
     """
 
     def __init__(
-        self,
-        max_rows: int,
-        num_speculative_tokens: int,
-        gamma: int,
-        vocab_size: int,
-        limits: RowLimits,
-        device: torch.device,
+        self, config: ResolvedConfig, max_rows: int, vocab_size: int, device: torch.device
     ) -> None:
         self.max_rows = max_rows
-        self.num_speculative_tokens = num_speculative_tokens
-        self.gamma = gamma
+        self.num_speculative_tokens = length = config.num_speculative_tokens
+        self.gamma = config.gamma
         self.vocab_size = vocab_size
         self.num_rows = 0
         table = torch.zeros(max_rows, col.ROW_LENGTH, dtype=torch.int32, device=device)
@@ -77,8 +61,8 @@ class Rows:
         self.num_drafted = table[:, StateColumn.NUM_DRAFTED]
         self.num_emitted = table[:, StateColumn.NUM_EMITTED]
         self.slot_disabled = table[:, SlotColumn.DISABLED]
-        self.drafted = table[:, col.FIRST_DRAFT :][:, :gamma]
-        self.proposal = table[:, col.FIRST_PROPOSED :][:, :num_speculative_tokens]
+        self.drafted = table[:, col.FIRST_DRAFT :][:, : self.gamma]
+        self.proposal = table[:, col.FIRST_PROPOSED :][:, :length]
         # By parameter, as vLLM's kernels need them to be contiguous.
         self._masks = torch.zeros(4, max_rows, dtype=torch.int32, device=device)
         self.top_k = self._masks[0].fill_(vocab_size)
@@ -87,9 +71,9 @@ class Rows:
         self.top_p.fill_(1.0)
         # Contiguous, so that the copy to the host is a single one.
         self.outcomes = torch.zeros(max_rows, len(OutcomeColumn), dtype=torch.int32, device=device)
-        numbers = [limits.min_context, limits.block_size, *astuple(limits.budget), limits.width]
-        numbers += [vocab_size, num_speculative_tokens, limits.has_head]
-        self._limits = torch.tensor(numbers, dtype=torch.int32, device=device)
+        limits = [config.min_context, config.block_size, *astuple(config.budget)]
+        limits += [config.table_width, vocab_size, length, config.has_head]
+        self._limits = torch.tensor(limits, dtype=torch.int32, device=device)
 
     @contextmanager
     def with_num_rows(self, num_rows: int) -> Iterator[None]:
@@ -142,7 +126,7 @@ def _init_rows_kernel(
     state_top_k_ptr,
     state_top_p_ptr,
     state_min_p_ptr,
-    limits_ptr,  # [9], RowLimits but for has_head, vocab_size, num_speculative_tokens, has_head
+    limits_ptr,  # [9], which are the same for all rows, in the order that they are read in
 ):
     # Level 2's blocks of a request with 1,000 tokens, blocks of 16, a budget of 32 of which 8 are
     # recent:
@@ -152,14 +136,23 @@ def _init_rows_kernel(
     row, max_rows = tl.program_id(0), tl.num_programs(0)
     row_ptr = table_ptr + row * col.ROW_STRIDE
     is_used = row < num_rows
+    min_context = tl.load(limits_ptr)
+    block_size = tl.load(limits_ptr + 1)
+    min_budget = tl.load(limits_ptr + 2)
+    max_budget = tl.load(limits_ptr + 3)
+    recent_blocks = tl.load(limits_ptr + 4)
+    width = tl.load(limits_ptr + 5)
+    vocab_size = tl.load(limits_ptr + 6)
+    num_speculative_tokens = tl.load(limits_ptr + 7)
+    has_head = tl.load(limits_ptr + 8)  # its window has no sinks
     tl.store(table_ptr + col.NUM_ROWS, num_rows, mask=row == 0)
     # Padding is greedy and masks nothing.
     state = tl.load(row_ptr + col.STATE)
     temperature = tl.load(state_temperature_ptr + state, mask=is_used, other=0.0)
     store_float(row_ptr + col.TEMPERATURE, temperature)
-    vocab_size = tl.load(limits_ptr + 6)
+    top_k = tl.load(state_top_k_ptr + state, mask=is_used, other=vocab_size)
     masks_ptr += row
-    tl.store(masks_ptr, tl.load(state_top_k_ptr + state, mask=is_used, other=vocab_size))
+    tl.store(masks_ptr, top_k)
     store_float(masks_ptr + max_rows, tl.where(temperature > 0, temperature, 1.0))
     top_p = tl.load(state_top_p_ptr + state, mask=is_used, other=1.0)
     store_float(masks_ptr + 2 * max_rows, top_p)
@@ -172,13 +165,6 @@ def _init_rows_kernel(
         mask = (columns >= col.COMPUTED) & (columns < col.NUM_ROWS)
         tl.store(row_ptr + columns, 0, mask=mask)
         return
-    min_context = tl.load(limits_ptr)
-    block_size = tl.load(limits_ptr + 1)
-    min_budget = tl.load(limits_ptr + 2)
-    max_budget = tl.load(limits_ptr + 3)
-    recent_blocks = tl.load(limits_ptr + 4)
-    width = tl.load(limits_ptr + 5)
-    num_speculative_tokens = tl.load(limits_ptr + 7)
     slot_ptr = table_ptr + tl.load(row_ptr + col.SLOT) * col.ROW_STRIDE
     owner = tl.load(row_ptr + col.OWNER)
     reserved = tl.load(row_ptr + col.RESERVED)
@@ -203,7 +189,7 @@ def _init_rows_kernel(
     is_ready = tl.load(num_sampled_ptr + tl.load(row_ptr + col.BATCH_ROW)) > 0
     is_ready = is_ready & (computed >= min_context)
     # The first pass of level 1 reads one token more, which must be in its window.
-    before_window = tl.load(limits_ptr + 8) * tl.load(row_ptr + col.WINDOW_START)
+    before_window = has_head * tl.load(row_ptr + col.WINDOW_START)
     is_ready = is_ready & (computed - before_window >= num_speculative_tokens)
     is_ready = is_ready & ((reach <= width) | (owner == col.UNUSED))
     is_ready = is_ready & (tl.load(slot_ptr + col.DISABLED) == 0)

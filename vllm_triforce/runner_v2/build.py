@@ -21,7 +21,7 @@ from vllm_triforce.core.models import fusion_of, num_states
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
-from vllm_triforce.kernels.rows import RowLimits, Rows
+from vllm_triforce.kernels.rows import Rows
 from vllm_triforce.kernels.synthetic import SyntheticTest
 from vllm_triforce.metrics.counters import DeviceCounters
 from vllm_triforce.runner_v2.adapters import LevelAdapters
@@ -58,15 +58,7 @@ class SpeculatorPartsV2:
             config = fit_blocks(config, retrieval.chunk_size(retrieval_block_size(groups)))
         self.num_slots = min(scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
-        limits = RowLimits(
-            config.min_context,
-            config.block_size,
-            config.budget,
-            config.table_width,
-            config.has_head,
-        )
-        num_tokens = config.num_speculative_tokens
-        self.rows = Rows(self.num_slots, num_tokens, config.gamma, vocab_size, limits, device)
+        self.rows = Rows(config, self.num_slots, vocab_size, device)
         self.tables = [
             torch.zeros_like(table.gpu[: self.num_slots])
             for table in runner.block_tables.block_tables
