@@ -17,11 +17,6 @@ from vllm_triforce.vllm_patches import swaps
 _MIN_TOKENS, _MAX_WEIGHT_BOUND_TOKENS, _SIZE_STEP = 16, 128, 64
 
 
-def _captures_decode_passes(manager: CudaGraphManager) -> bool:
-    mode = manager.cudagraph_mode
-    return mode.separate_routine() and mode.decode_mode() == CUDAGraphMode.FULL
-
-
 def serve_any_mix(manager: CudaGraphManager) -> None:
     """Make the manager capture decode graphs for any mix of 1 to ``decode_query_len`` tokens.
 
@@ -29,11 +24,10 @@ def serve_any_mix(manager: CudaGraphManager) -> None:
     vLLM where it truncates proposals on the device. The attention backend must support it
     (``get_varlen_cudagraph_unsupported_backend`` in vllm/v1/worker/gpu/attn_utils.py).
     """
-    if _captures_decode_passes(manager) and not manager.varlen_decode:
-        swaps.VARLEN_DECODE.set(manager, True)
-        manager._candidates.clear()
-        manager._capture_descs.clear()
-        manager._init_candidates()
+    swaps.VARLEN_DECODE.set(manager, True)
+    manager._candidates.clear()
+    manager._capture_descs.clear()
+    manager._init_candidates()
 
 
 def thin_decode_graphs(manager: CudaGraphManager) -> None:
@@ -42,30 +36,22 @@ def thin_decode_graphs(manager: CudaGraphManager) -> None:
     Graphs for plain decoding already equal stock vLLM's in number. Without thinning, the number
     would double.
     """
-    if manager.decode_query_len == 1 or not _captures_decode_passes(manager):
-        return
     captured = manager._capture_descs.get(CUDAGraphMode.FULL, [])
     # The last entry wins: of the sizes that share a coarse size, the largest.
     kept = {
-        (*_graph_kind(desc), _coarse_size(desc.num_tokens)): desc
+        (desc.num_active_loras, _coarse_size(desc.num_tokens)): desc
         for desc in sorted(captured, key=lambda desc: desc.num_tokens)
     }
     manager._capture_descs[CUDAGraphMode.FULL] = [d for d in captured if d in kept.values()]
-    for (num_tokens, _), candidates in manager._candidates.items():
-        decode_descs = [desc for desc in candidates if desc in captured]
-        replacements = [
-            next(
+    for (num_tokens, active_loras), candidates in manager._candidates.items():
+        others = [desc for desc in candidates if desc not in captured]
+        if len(others) < len(candidates):
+            replacement = next(
                 desc
                 for desc in kept.values()
-                if desc.num_tokens >= num_tokens and kind == _graph_kind(desc)
+                if desc.num_tokens >= num_tokens and desc.num_active_loras == active_loras
             )
-            for kind in dict.fromkeys(map(_graph_kind, decode_descs))
-        ]
-        candidates[:] = [*replacements, *(desc for desc in candidates if desc not in decode_descs)]
-
-
-def _graph_kind(desc: BatchExecutionDescriptor) -> tuple[int, int]:
-    return desc.num_active_loras, desc.num_ubatches
+            candidates[:] = [replacement, *others]
 
 
 def _coarse_size(num_tokens: int) -> int:
@@ -80,15 +66,12 @@ def add_plain_decode_graphs(manager: CudaGraphManager) -> None:
     vLLM does the same where the number of draft tokens depends on the batch size
     (``CudaGraphManager._init_candidates``).
     """
-    if manager.decode_query_len == 1 or not _captures_decode_passes(manager):
-        return
     captured = manager._capture_descs.get(CUDAGraphMode.FULL, [])
-    captured_sizes = {(desc.num_tokens, desc.uniform_token_count) for desc in captured}
     sizes = sorted(manager.compilation_config.cudagraph_capture_sizes or ())
     added, min_tokens = [], 0
     for size in sizes:
-        if size > manager.max_num_reqs or (size, 1) in captured_sizes:
-            continue
+        if size > manager.max_num_reqs:
+            break
         for active_loras in manager.lora_capture_cases:
             desc = BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.FULL,
@@ -116,7 +99,8 @@ def choose_decode_graphs(runner) -> None:
     both times.
     """
     manager = runner.cudagraph_manager
-    if manager is None or not _captures_decode_passes(manager):
+    mode = CUDAGraphMode.NONE if manager is None else manager.cudagraph_mode
+    if not mode.separate_routine() or mode.decode_mode() != CUDAGraphMode.FULL:
         return
     unsupported = get_varlen_cudagraph_unsupported_backend(
         runner.attn_groups,  # of the target; the draft's layers are in none
