@@ -9,7 +9,6 @@ from tests.kernels.tensors import VOCAB_SIZE, config_of, counted, init_rows, int
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.kernels.pass_inputs import (
     PassInputs,
-    WindowLayout,
     prepare_draft_inputs,
     prepare_target_inputs,
     prepare_window_inputs,
@@ -144,8 +143,9 @@ def test_windows_are_fed_the_newest_tokens(query_len, capacity):
         known = tokens_of(rows, row)[1]
         all_tokens[TABLE[RowColumn.STATE][row], : len(known)] = known
     inputs = PassInputs(5, query_len, 5, DEVICE)
-    window = WindowLayout(capacity, per_slot * BLOCK_SIZE)
-    prepare_window_inputs(rows, inputs, 4, all_tokens.to(DEVICE), sinks, window)
+    prepare_window_inputs(
+        rows, inputs, 4, all_tokens.to(DEVICE), sinks, capacity, per_slot * BLOCK_SIZE
+    )
     for row in range(3):
         tokens = tokens_of(rows, row)[0]
         start = int(rows.row_metadata[row, RowColumn.WINDOW_START])
@@ -168,7 +168,7 @@ def test_drafts_follow_the_fed_tokens():
     rows, inputs = begun(), PassInputs(5, 1, 5, DEVICE)
     rows.drafted.copy_(integers([[11, 0], [12, 0], [13, 0], [0, 0], [0, 0]]))
     inputs.seq_lens.copy_(integers([20, 64, 33, 9, 9]))
-    prepare_draft_inputs(rows, inputs, 4, 1, WindowLayout(64, 64))
+    prepare_draft_inputs(rows, inputs, 4, 1, 64, 64)
     assert inputs.token_ids.tolist()[:3] == [11, 12, 13]
     assert inputs.positions.tolist()[:3] == [20, 63, 33]
     assert inputs.seq_lens.tolist() == [21, 64, 34, 1, 9]

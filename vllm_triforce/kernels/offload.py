@@ -164,14 +164,11 @@ class RetrievalPool:
     ) -> torch.Tensor | None:
         """Select a layer's blocks, and copy those of a host layer."""
         by_head = self._selection.select(layer, query)
-        if layer >= self.first_layer:
-            self.copy_selected(layer - self.first_layer, len(query) // (self._rows.gamma + 1))
+        if (host_layer := layer - self.first_layer) >= 0:
+            num_rows = len(query) // (self._rows.gamma + 1)
+            selected = triton.next_power_of_2(max(1, self._max_selected))
+            self._copy(_copy_selected_kernel, host_layer, 1, num_rows, SELECTED=selected)
         return by_head
-
-    def copy_selected(self, host_layer: int, num_rows: int) -> None:
-        """Copy a host layer's newly selected blocks, inside a pass of ``num_rows`` rows."""
-        selected = triton.next_power_of_2(max(1, self._max_selected))
-        self._copy(_copy_selected_kernel, host_layer, 1, num_rows, SELECTED=selected)
 
     def _copy(self, kernel, first_layer: int, num_layers: int, num_rows: int, **constants) -> None:
         like, num_heads = self._caches[0][0], self.held.shape[2]

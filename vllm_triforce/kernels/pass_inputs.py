@@ -4,7 +4,6 @@ Here and in the other kernels, a number that differs from step to step is not sp
 would compile anew, while requests wait, for 1, for multiples of 16 and for others.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,21 +46,14 @@ class PassInputs:
             self.hidden = torch.zeros(num_tokens, size, dtype=dtype, device=device)
 
 
-@dataclass(frozen=True)
-class WindowLayout:
-    """Layout of level 1's windows in the draft model's cache."""
-
-    capacity: int  # tokens of a window
-    tokens_per_slot: int  # of the slot's blocks, which are consecutive
-
-
 def prepare_window_inputs(
     rows: Rows,
     inputs: PassInputs,  # written
     padded_rows: int,
     all_token_ids: torch.Tensor,  # [max_num_reqs, max_model_len], int32
     num_sinks: int,
-    window: WindowLayout,
+    capacity: int,  # tokens of a window
+    tokens_per_slot: int,  # of a slot's blocks in the draft's cache, which are consecutive
 ) -> None:
     """Prepare the newest ``inputs.query_len`` tokens of each row, at their places in its window."""
     _window_inputs_kernel[(padded_rows,)](
@@ -73,8 +65,8 @@ def prepare_window_inputs(
         inputs.slot_mapping,
         inputs.seq_lens,
         num_sinks,
-        window.capacity,
-        window.tokens_per_slot,
+        capacity,
+        tokens_per_slot,
         inputs.query_len,
         PADDED_LEN=triton.next_power_of_2(inputs.query_len),
     )
@@ -85,7 +77,8 @@ def prepare_draft_inputs(
     inputs: PassInputs,  # written; its lengths are those of the pass before
     padded_rows: int,
     step: int,
-    window: WindowLayout,
+    capacity: int,  # as above
+    tokens_per_slot: int,
 ) -> None:
     """Prepare level 1's newest token of each row, after the tokens of the pass before."""
     _draft_inputs_kernel[(padded_rows,)](
@@ -95,8 +88,8 @@ def prepare_draft_inputs(
         inputs.token_ids,
         inputs.positions,
         inputs.slot_mapping,
-        window.capacity,
-        window.tokens_per_slot,
+        capacity,
+        tokens_per_slot,
     )
 
 

@@ -11,7 +11,6 @@ from vllm_triforce.kernels.draw import Distributions, LevelLogits, draw_drafts
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import (
     PassInputs,
-    WindowLayout,
     prepare_draft_inputs,
     prepare_window_inputs,
 )
@@ -178,10 +177,10 @@ class DraftModelV2(DraftSourceV2):
             slots = rows.column(RowColumn.SLOT)
             tables = self._tables[: rows.num_rows]
             torch.index_select(self.cache.block_table, 0, slots, out=tables)
-        window = WindowLayout(self._capacity, self.cache.blocks_per_slot * self.cache.block_size)
+        window = self._capacity, self.cache.blocks_per_slot * self.cache.block_size
         num_padded_rows = first_pass.padded_rows(rows.num_rows)
         prepare_window_inputs(
-            rows, first_pass.inputs, num_padded_rows, self._all_token_ids, self._num_sinks, window
+            rows, first_pass.inputs, num_padded_rows, self._all_token_ids, self._num_sinks, *window
         )
         self._prepare_first(first_pass, num_padded_rows)
         self._draw(sampling, first_pass.run(rows.num_rows)[:, -1], 0)
@@ -192,7 +191,7 @@ class DraftModelV2(DraftSourceV2):
             last_pass = self._step_pass
             self._step_pass.inputs.seq_lens[: rows.num_rows].copy_(seq_lens[: rows.num_rows])
             seq_lens = self._step_pass.inputs.seq_lens
-            prepare_draft_inputs(rows, self._step_pass.inputs, num_padded_rows, step, window)
+            prepare_draft_inputs(rows, self._step_pass.inputs, num_padded_rows, step, *window)
             self._draw(sampling, self._step_pass.run(rows.num_rows)[:, -1], step)
         rows.num_drafted.fill_(rows.gamma)
         return ()
