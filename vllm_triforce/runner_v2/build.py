@@ -53,8 +53,17 @@ class SpeculatorPartsV2:
         groups, layers, builder = [], [], None
         has_level2 = config.uses_level2 or offload is not None
         if has_level2:
-            groups, layers, builder = _grouped_layers(adapter, runner, kv_cache_config)
             retrieval = attention_for(current_platform).retrieval
+            block_sizes = runner.block_tables.block_sizes
+            check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
+            groups, layers, builder = group_layers(
+                kv_cache_config,
+                runner.attn_groups,
+                block_sizes,
+                adapter.target_layers,
+                retrieval,
+                recurrent_layers(vllm_config),
+            )
             config = fit_blocks(config, retrieval.chunk_size(retrieval_block_size(groups)))
         self.num_slots = min(scheduler_config.max_num_seqs, config.max_speculating_seqs)
         self.slots = Slots(self.num_slots)
@@ -176,6 +185,16 @@ class SpeculatorPartsV2:
                 sums,
                 self.rows,
             )
+        recurrent = None
+        if state_layers := recurrent_layers(context.vllm_config):
+            recurrent = RecurrentLayers(
+                state_layers,
+                recurrent_layers(level2_model.vllm_config),
+                groups,
+                self.rows,
+                runner.model_state,
+                context.device,
+            )
         return RetrievalLevelV2(
             context,
             level2_model,
@@ -184,34 +203,9 @@ class SpeculatorPartsV2:
             selections,
             self.tables,
             chunk_tables,
-            self._recurrent(adapter, runner.model_state, groups),
+            recurrent,
             None if level2_model.is_copy else self.adapters,
             pool,
             self.hidden_states,
             num_states(context.vllm_config) if config.has_head else 0,
         )
-
-    def _recurrent(
-        self, adapter: RunnerAdapter, model_state: Any, groups: list[KVGroup]
-    ) -> RecurrentLayers | None:
-        layers = recurrent_layers(self.context.vllm_config)
-        if not layers:
-            return None
-        level2_layers = recurrent_layers(adapter.level2_model.vllm_config)
-        device = self.context.device
-        return RecurrentLayers(layers, level2_layers, groups, self.rows, model_state, device)
-
-
-def _grouped_layers(adapter: RunnerAdapter, runner, kv_cache_config):
-    """Return ``group_layers()`` of the target."""
-    block_sizes = runner.block_tables.block_sizes
-    check_kernel_blocks(block_sizes, runner.kernel_block_sizes)
-    retrieval = attention_for(current_platform).retrieval
-    return group_layers(
-        kv_cache_config,
-        runner.attn_groups,
-        block_sizes,
-        adapter.target_layers,
-        retrieval,
-        recurrent_layers(runner.vllm_config),
-    )

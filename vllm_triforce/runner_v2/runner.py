@@ -301,29 +301,18 @@ class RunnerAdapterV2(RunnerAdapter, StandaloneARSpeculator):
             return draft_tokens
         speculator.begin(draft_tokens, states)
         self._has_proposal[states_np] = False
-        self._propose_by_route(routes, input_batch, num_sampled, last_sampled, draft_tokens)
-        self.built.context.counters.note()
-        if speculator.known_counters.num_nan_requests > self._num_nan_requests:
-            self._report_nan_requests(speculator.known_counters.num_nan_requests)
-        self._report.log_if_due(lambda: speculator.counters, logger)
-        self._handler.set_proposals(draft_tokens, speculator.num_proposed[states])
-        return draft_tokens
-
-    def _propose_by_route(
-        self,
-        routes: dict[str, dict[int, RequestPlan]],  # by ``Routes.route_batch()``
-        input_batch,
-        num_sampled: torch.Tensor,
-        last_sampled: torch.Tensor,
-        draft_tokens: torch.Tensor,
-    ) -> None:
-        speculator = self.built.speculator
         for route, plans in routes.items():
             batch = self._reader.read(input_batch, plans, num_sampled, last_sampled)
             with self._reports.timing(route):
                 speculator.propose(route, batch, draft_tokens)
             self._has_proposal[batch.states] = True
             self._reports.add(batch.request_ids, self.built.rows.outcomes[: len(batch)])
+        self.built.context.counters.note()
+        if speculator.known_counters.num_nan_requests > self._num_nan_requests:
+            self._report_nan_requests(speculator.known_counters.num_nan_requests)
+        self._report.log_if_due(lambda: speculator.counters, logger)
+        self._handler.set_proposals(draft_tokens, speculator.num_proposed[states])
+        return draft_tokens
 
     def _report_nan_requests(self, num_nan_requests: int) -> None:
         """Report requests whose logits had a NaN to the scheduler; waits for the device.
