@@ -345,7 +345,7 @@ def test_the_command_measures_every_experiment_and_writes_it_all(tmp_path, capsy
     "changed, named",
     [
         (["--budgets", "100"], "budget=100 does not fit chunks of"),
-        (["--chunk-sizes", "64"], "no room for the first chunk"),
+        (["--chunk-sizes", "64"], "with room for the first chunk"),
         (["--context", "0"], "--context: 0 is not accepted: input should be greater than 0"),
         (["--context", "70000"], "70000"),
         (["--contexts", "70000", "--text", __file__], "positions"),

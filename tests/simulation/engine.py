@@ -175,7 +175,7 @@ class Engine:
         if METHOD in (settings.additional_config or {}):
             keys = dict(settings.additional_config[METHOD])
             keys.pop("draft_model")
-            self._config = ResolvedConfig.from_dict(keys)
+            self._config = ResolvedConfig(**keys)
             scheduler.clock = self._read_clock
             longest, most = scheduler.max_model_len - 64, scheduler.max_num_running_reqs
             self._measured = world.machine.measured(self._config, longest, most)

@@ -12,32 +12,32 @@ from vllm_triforce.config.budget import RetrievalBudget
 def test_given_values_are_fixed_and_open_ones_chosen():
     """Without the controller open values are the paper's."""
     open_ = TriForceConfig().with_defaults(can_adapt=True)
-    assert open_.adaptive_keys == {"context", "gamma", "length"}
+    assert open_.adaptive_keys == ("context", "gamma", "length")
     assert (open_.num_speculative_tokens, open_.gamma) == (32, 4)
     assert open_.resolve(32).min_context == 0
     given = TriForceConfig(num_speculative_tokens=5, gamma=1, min_context=7).with_defaults(
         can_adapt=True
     )
-    assert given.adaptive_keys == frozenset()
+    assert given.adaptive_keys == ()
     assert (given.num_speculative_tokens, given.gamma, given.min_context) == (5, 1, 7)
     for off in (
         TriForceConfig(adaptive=False).with_defaults(can_adapt=True),
         TriForceConfig().with_defaults(can_adapt=False),
     ):
-        assert off.adaptive_keys == frozenset()
+        assert off.adaptive_keys == ()
         assert (off.num_speculative_tokens, off.gamma) == (6, 2)
         assert off.resolve(32).min_context == 8192
-    assert TriForceConfig(levels="1,3").with_defaults(can_adapt=True).adaptive_keys == {
+    assert TriForceConfig(levels="1,3").with_defaults(can_adapt=True).adaptive_keys == (
         "context",
         "length",
-    }
+    )
 
 
 def test_where_shapes_are_fixed_gamma_is_not_chosen():
     """On Model Runner V2 every place of a proposal costs memory."""
     filled = TriForceConfig().with_defaults(can_adapt=True, model="draft", has_fixed_shapes=True)
     assert (filled.gamma, filled.num_speculative_tokens) == (2, 12)
-    assert filled.adaptive_keys == {"context", "gamma", "length"}
+    assert filled.adaptive_keys == ("context", "gamma", "length")
     assert filled.resolve(16).sources == ("draft_model", "prompt_lookup")
     alone = TriForceConfig().with_defaults(can_adapt=True, has_fixed_shapes=True)
     assert alone.gamma == 4, "drafts that cost nothing"

@@ -5,9 +5,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 METHOD = "triforce"
 
@@ -247,17 +246,8 @@ class Keys:
         low=0,
         change="larger for a shorter log",
     )
-    adaptive_keys: frozenset[str] = None  # type: ignore[assignment]
+    adaptive_keys: tuple[str, ...] = None  # type: ignore[assignment]
     """Choices of the controller, of ``context``, ``gamma`` and ``length``. Not given by users."""
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Restore a config from ``to_dict()``."""
-        return cls(**{**values, "adaptive_keys": frozenset(values["adaptive_keys"])})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields for JSON; defaults must have been filled in."""
-        return {**dataclasses.asdict(self), "adaptive_keys": sorted(self.adaptive_keys)}
 
     @property
     def is_plain(self) -> bool:

@@ -235,7 +235,7 @@ class TriForceConfig(Keys):
             "length": self.num_speculative_tokens is None,
         }
         adapts = self.adaptive and can_adapt and not self.is_plain
-        adaptive_keys = frozenset(name for name in open_keys if open_keys[name] and adapts)
+        adaptive_keys = tuple(name for name in open_keys if open_keys[name] and adapts)
         num_seqs = _MAX_SEQS if self.kv_offload_gib is None else _MAX_SEQS_OFFLOAD
         if has_states and "2" in self.levels:
             num_seqs = _MAX_SEQS_STATES
@@ -287,7 +287,7 @@ class TriForceConfig(Keys):
             num_sink_tokens=None if is_head else self.num_sink_tokens or _NUM_SINKS,
         )
 
-    def _slowdown(self, adaptive_keys: frozenset[str]) -> float:
+    def _slowdown(self, adaptive_keys: tuple[str, ...]) -> float:
         """Return ``max_slowdown``, 1 where the controller does not choose who speculates."""
         if "context" in adaptive_keys:
             return _MAX_SLOWDOWN if self.max_slowdown is None else self.max_slowdown
@@ -358,4 +358,4 @@ def read_config(vllm_config) -> tuple[ResolvedConfig, str | None]:
     """Read the resolved keys and the draft model's name from a running engine's config."""
     keys = dict(vllm_config.additional_config[METHOD])
     draft_model = keys.pop("draft_model")
-    return ResolvedConfig.from_dict(keys), draft_model
+    return ResolvedConfig(**keys), draft_model

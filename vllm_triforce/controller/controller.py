@@ -96,9 +96,9 @@ class Controller:
         return self._model
 
     @property
-    def chooses(self) -> frozenset[str]:
+    def chooses(self) -> tuple[str, ...]:
         """Keys that are chosen: none before the costs are known."""
-        return self.config.adaptive_keys if self._model is not None else frozenset()
+        return self.config.adaptive_keys if self._model is not None else ()
 
     @property
     def chooses_source(self) -> bool:

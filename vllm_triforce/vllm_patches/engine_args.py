@@ -280,7 +280,7 @@ def _finish_config(vllm_config):
         check_level2_model(resolved.level2_model, vllm_config)
     if vllm_config.speculative_config.rejection_sample_method == SYNTHETIC:
         logger.warning(WARNING)
-    vllm_config.additional_config[METHOD] = {**resolved.to_dict(), "draft_model": draft_model}
+    vllm_config.additional_config[METHOD] = {**vars(resolved), "draft_model": draft_model}
     worker_cls = vllm_config.parallel_config.worker_cls
     if worker_cls not in _WORKERS:
         raise ValueError(

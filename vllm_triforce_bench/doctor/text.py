@@ -82,7 +82,7 @@ def _engine(results: dict[str, Any]) -> Rows:
     else:
         draft = results["draft"] or "no draft model"
         yield "level 1", f"{settings['draft_sources'].replace(',', ', ')} ({draft})"
-        config = ResolvedConfig.from_dict(settings)
+        config = ResolvedConfig(**settings)
         level2 = f"{config.selection}, {config.budget_text} in chunks of {config.block_size}"
         if not config.uses_level2:
             level2 = f"takes no part: {results['no_level2'] or 'levels=' + config.levels}"
