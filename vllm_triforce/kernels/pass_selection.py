@@ -120,8 +120,7 @@ class PassSelectionV2:
             self._rows.table,
             table,
             table.stride(0),
-            *self._chunk_ids[:3],
-            SPLIT=self._chunk_ids.split,
+            IDS=tuple(self._chunk_ids),
             NUM_TILES=self._num_tiles,
             PADDED_TILES=triton.next_power_of_2(self._num_tiles),
             GROUP=group,
@@ -223,10 +222,7 @@ def _select_chunks_kernel(
     table_ptr,
     sparse_ptr,  # [max_rows * num_kv_heads, sparse_width], written
     sparse_stride,
-    per_block,
-    per_head,
-    per_part,
-    SPLIT: tl.constexpr,
+    IDS: tl.constexpr,  # ChunkIds
     NUM_TILES: tl.constexpr,
     PADDED_TILES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -301,5 +297,5 @@ def _select_chunks_kernel(
         next_equal += tl.sum(is_equal.to(tl.int32), axis=0)
         mask = (is_above | is_equal) & (places < wanted)
         ids = tl.load(table + chunks, mask=is_candidate, other=0)
-        ids = one_head_block(ids, head.to(tl.int32), per_block, per_head, per_part, SPLIT)
+        ids = one_head_block(ids, head.to(tl.int32), IDS)
         tl.store(out + places, ids, mask=mask)

@@ -147,8 +147,7 @@ def build_sparse_tables(
         tables,
         tables.stride(0),
         width,
-        *chunk_ids[:3],
-        SPLIT=chunk_ids.split,
+        IDS=tuple(chunk_ids),
         BLOCK=min(1024, triton.next_power_of_2(width)),
     )
 
@@ -161,10 +160,7 @@ def _sparse_tables_kernel(
     tables_ptr,  # [num_rows, table_width]
     table_stride,
     width,
-    per_block,
-    per_head,
-    per_part,
-    SPLIT: tl.constexpr,
+    IDS: tl.constexpr,  # ChunkIds
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -183,11 +179,11 @@ def _sparse_tables_kernel(
         is_allocated = logical < num_blocks
         block = tl.load(tables_ptr + row * table_stride + logical, mask=is_allocated, other=0)
         # Columns past the allocated blocks hold vLLM's null block, which no sequence reaches.
-        ids = one_head_block(block, head, per_block, per_head, per_part, SPLIT)
+        ids = one_head_block(block, head, IDS)
         tl.store(out + column, ids, mask=column < width)
 
 
 @triton.jit
-def one_head_block(chunk, head, per_block, per_head, per_part, SPLIT: tl.constexpr):
+def one_head_block(chunk, head, IDS: tl.constexpr):
     """Return the one-head block of a chunk (``ChunkIds.of``)."""
-    return chunk // SPLIT * per_block + chunk % SPLIT * per_part + head * per_head
+    return chunk // IDS[3] * IDS[0] + chunk % IDS[3] * IDS[2] + head * IDS[1]

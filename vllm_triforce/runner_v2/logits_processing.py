@@ -80,9 +80,28 @@ class LogitsProcessing:
         first_place: int,  # n follows the proposal so far and n drafts of the round
     ) -> torch.Tensor:  # float32; may be ``logits``, modified in place
         """Apply the processors; only launches kernels, so that a CUDA graph can capture it."""
-        rows, penalties, words = self._rows, self._penalties, self._bad_words
+        rows, bias, penalties, words = self._rows, self._bias, self._penalties, self._bad_words
         logits, query_len = logits.float(), len(logits) // rows.num_rows
-        self._add_biases(logits, query_len, first_place)
+        num_allowed, num_biases, min_len, num_stop, restores = self._bias_parameters
+        newest = rows.computed[: rows.num_rows] + rows.length[: rows.num_rows]
+        offsets = torch.arange(
+            first_place, first_place + query_len, dtype=torch.int64, device=logits.device
+        )
+        apply_logit_bias(  # to a graph's padding rows too
+            logits,
+            rows.column(RowColumn.STATE).repeat_interleave(query_len, output_size=len(logits)),
+            (newest[:, None] + offsets).flatten(),
+            num_allowed,
+            bias.allowed_token_ids.gpu,
+            num_biases,
+            bias.logit_bias_token_ids.gpu,
+            bias.logit_bias.gpu,
+            min_len,
+            num_stop,
+            restores,
+            bias.stop_token_ids.gpu,
+            check_all_masked_rows=True,
+        )
         apply_penalties(
             logits,
             query_len,
@@ -104,27 +123,3 @@ class LogitsProcessing:
             self._req_states.all_token_ids.gpu,
         )
         return logits
-
-    def _add_biases(self, logits: torch.Tensor, query_len: int, first_place: int) -> None:
-        """Apply biases, allowed tokens and ``min_tokens``, to a graph's padding rows too."""
-        rows, state = self._rows, self._bias
-        num_allowed, num_biases, min_len, num_stop, restores = self._bias_parameters
-        newest = rows.computed[: rows.num_rows] + rows.length[: rows.num_rows]
-        offsets = torch.arange(
-            first_place, first_place + query_len, dtype=torch.int64, device=logits.device
-        )
-        apply_logit_bias(
-            logits,
-            rows.column(RowColumn.STATE).repeat_interleave(query_len, output_size=len(logits)),
-            (newest[:, None] + offsets).flatten(),
-            num_allowed,
-            state.allowed_token_ids.gpu,
-            num_biases,
-            state.logit_bias_token_ids.gpu,
-            state.logit_bias.gpu,
-            min_len,
-            num_stop,
-            restores,
-            state.stop_token_ids.gpu,
-            check_all_masked_rows=True,
-        )

@@ -163,7 +163,13 @@ class RetrievalLevelV2:
             num_states,
             is_target=True,
         )
-        self._dense = self._dense_layers(tables)
+        inputs, max_len = self.model_pass.inputs, self._max_position + 1
+        self._dense = [
+            DenseLayers(*kind, group.block_size, inputs, self._dense_seq_lens, table, max_len)
+            for group, table in zip(groups, tables)
+            for kind in group.dense
+        ]
+        """Layers that read the whole context."""
         self._has_adapters = adapters is not None
         # A round is two graphs: the pass, with or without the launches that select, and its logits,
         # by the kind of sampling.
@@ -176,15 +182,6 @@ class RetrievalLevelV2:
             False: GraphedRound(self._run_without_selection, *parts, f"{name} without selection"),
         }
         self._logits = graphed_rounds(self._compute_logits, [], context, "level 2 logits")
-
-    def _dense_layers(self, tables: list[torch.Tensor]) -> list[DenseLayers]:
-        """Describe the layers that read the whole context."""
-        inputs, max_len = self.model_pass.inputs, self._max_position + 1
-        return [
-            DenseLayers(*kind, group.block_size, inputs, self._dense_seq_lens, table, max_len)
-            for group, table in zip(self._groups, tables)
-            for kind in group.dense
-        ]
 
     def _scrubber(self, group: KVGroup, vllm_config) -> NanScrubber | None:
         """Make the scrubber of a group's layers on the device, if it has any."""

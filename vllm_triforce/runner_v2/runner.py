@@ -147,7 +147,6 @@ class RunnerAdapterV2(RunnerAdapter, StandaloneARSpeculator):
         self.attn_groups: list = []
         self._handler = ProposedTokensHandler(device, vllm_config.scheduler_config.async_scheduling)
         swaps.DRAFT_TOKENS_HANDLER.set(runner, self._handler)
-        self._is_allocated = False
         self._graph_mode = CUDAGraphMode.NONE
         self._report = IntervalReport(config.log_interval)
         self._disabled_requests = DisabledRequests()
@@ -190,12 +189,11 @@ class RunnerAdapterV2(RunnerAdapter, StandaloneARSpeculator):
             replace_rejection_sampler(self._runner, built.speculator.draft_logits)
         self._routes = Routes(self.config, built, self._flags)
         self._reader = BatchReader(self._runner, self._flags, built.logits_processing, built.tables)
-        self._is_allocated = True
 
     def capture(self) -> None:
         if self._graph_mode == CUDAGraphMode.NONE:
             return
-        if not self._is_allocated:
+        if not hasattr(self, "built"):
             # vLLM measures a few of its graphs before it allocates the KV cache.
             self.graph_bytes = self._estimated_graph_bytes()
         else:
