@@ -30,7 +30,7 @@ from vllm_triforce.core.messages import (
 )
 from vllm_triforce.runner_v2.reports import Reports
 from vllm_triforce.scheduler.v2 import _outcomes
-from vllm_triforce.vllm_patches.engine_args import _split
+from vllm_triforce.vllm_patches.engine_args import _read_keys
 
 ALL = RequestPlan(HIERARCHICAL, 6, 3)
 
@@ -154,6 +154,6 @@ def test_nothing_is_left_open_for_a_scheduler_that_makes_no_plans(
     keys = {"method": "triforce"}
     asked = SimpleNamespace(speculative_config=keys, scheduler_cls=scheduler_cls, max_num_seqs=None)
     asked.enable_lora = False
-    config, _, _ = _split(asked, model_config())
+    config, _, _ = _read_keys(asked, model_config())
     assert bool(config.adaptive_keys) == is_chosen
     assert (config.resolve(16).min_context == 0) == is_chosen

@@ -67,7 +67,7 @@ _WORKERS = {
 }
 
 
-def _split(engine_args, target_config) -> tuple[TriForceConfig, dict[str, Any], Any]:
+def _read_keys(engine_args, target_config) -> tuple[TriForceConfig, dict[str, Any], Any]:
     """Split ``speculative_config`` into TriForce's keys, filled in, and those for vLLM.
 
     Returns:
@@ -233,7 +233,7 @@ def _check_not_replaced(engine_args) -> None:
 def _set_stock_config(engine_args, target_model_config, target_parallel_config) -> None:
     """Check target and draft, and replace our keys by those of a stock ``SpeculativeConfig``."""
     checks.check_target(target_model_config, target_parallel_config)
-    config, draft, hf_config = _split(engine_args, target_model_config)
+    config, draft, hf_config = _read_keys(engine_args, target_model_config)
     # vLLM passes it on to its config.
     engine_args.additional_config[METHOD] = config, draft.get("model") or None
     method = "draft_model"
