@@ -71,6 +71,25 @@ class ExponentialSampler:
         self.values = torch.zeros(shape, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int32, device=device)
 
+    def race(
+        self, rows: Rows, target: Distributions, draft: Distributions | None, **arguments
+    ) -> None:
+        """Run the race of each row; without ``draft`` drafts are one-hot, or there are none."""
+        other = target if draft is None else draft
+        _race_kernel[(rows.num_rows, self.num_blocks)](
+            target.logits,
+            target.lse,
+            other.logits,
+            other.lse,
+            rows.table,
+            self.values,
+            self.tokens,
+            vocab_size=target.logits.shape[-1],
+            IS_ONE_HOT=draft is None,
+            BLOCK=self.block,
+            **arguments,
+        )
+
 
 def draw_drafts(
     rows: Rows,  # column ``step`` of ``rows.drafted`` is written
@@ -81,21 +100,7 @@ def draw_drafts(
     """Draw one token of level 1 for each row."""
     distributions = draft.distributions
     if distributions is not None:
-        draw_kernel[(rows.num_rows, sampler.num_blocks)](
-            distributions.logits,
-            distributions.lse,
-            distributions.logits,
-            distributions.lse,
-            rows.table,
-            sampler.values,
-            sampler.tokens,
-            step,
-            distributions.logits.shape[-1],
-            PLACES=1,
-            PURPOSE=DRAFT,
-            IS_ONE_HOT=True,
-            BLOCK=sampler.block,
-        )
+        sampler.race(rows, distributions, None, first_place=step, PLACES=1, PURPOSE=DRAFT)
     _store_drafts_kernel[(rows.num_rows,)](
         rows.table,
         sampler.values,
@@ -134,7 +139,7 @@ def _store_drafts_kernel(
 
 
 @triton.jit(do_not_specialize=["first_place"])
-def draw_kernel(
+def _race_kernel(
     target_ptr,  # [num_rows, PLACES, vocab_size]
     target_lse_ptr,  # [num_rows, PLACES]
     draft_ptr,  # [num_rows, PLACES - 1, vocab_size]

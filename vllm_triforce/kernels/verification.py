@@ -16,7 +16,6 @@ from vllm_triforce.kernels.draw import (
     Distributions,
     ExponentialSampler,
     LevelLogits,
-    draw_kernel,
     place_of_noise,
     sampled_token,
     uniform,
@@ -59,21 +58,7 @@ def verify_drafts(
         SYNTHETIC_RATE=synthetic_rate,
     )
     if not all_greedy:
-        draw_kernel[(num_rows, sampler.num_blocks)](
-            level2.logits,
-            level2.lse,
-            level1.logits,
-            level1.lse,
-            rows.table,
-            sampler.values,
-            sampler.tokens,
-            0,
-            vocab_size,
-            PLACES=gamma + 1,
-            PURPOSE=RECOVER,
-            IS_ONE_HOT=is_one_hot,
-            BLOCK=sampler.block,
-        )
+        sampler.race(rows, level2, draft, first_place=0, PLACES=gamma + 1, PURPOSE=RECOVER)
     _emit_kernel[(num_rows,)](
         rows.table,
         rows.outcomes,
