@@ -33,9 +33,8 @@ class Reports:
     def begin_step(self, number: int | None) -> None:
         """Begin a step with this plan; the previous report goes with this step's output."""
         if self._number is not None:
-            self._pending = partial(
-                self._make_report, self._number, self._rows, self._marks, self._copied()
-            )
+            parts = self._number, self._rows, self._marks, self._mark()
+            self._pending = partial(self._make_report, *parts)
         self._number, self._rows, self._marks = number, [], []
 
     def add(self, request_ids: list[str], outcomes: torch.Tensor) -> None:
@@ -79,18 +78,10 @@ class Reports:
             self._disabled = ()
         return output
 
-    def _copied(self) -> torch.cuda.Event | None:
-        """Return an event after the copies to the host, None if all are there."""
-        if not self._is_gpu or not self._rows:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
     @staticmethod
-    def _make_report(number, rows, marks, event, measured, disabled) -> StepReport:
-        if event is not None:
-            event.synchronize()  # returns at once: the step is over
+    def _make_report(number, rows, marks, end, measured, disabled) -> StepReport:
+        if not isinstance(end, float):
+            end.synchronize()  # returns at once: the step is over
         proposed = {
             request_id: RequestReport(*values)
             for request_ids, outcomes in rows
