@@ -350,7 +350,7 @@ def _reasoning() -> list[Case]:
         Case(
             "thinking budgets",
             "A request's thinking_token_budget ends its own reasoning where it ends in stock vLLM: "
-            "in steps without drafts, and inside what is accepted.",
+            "beside drafts of others, and on Runner V2 inside what is accepted.",
             (
                 thinking((180,) * 4, (0, 2, 1, 3), budgets(None, 5, 1, 9, max_tokens=11)),
                 thinking((300, 195, 210, 260), (1, 0, 2, 0), budgets(4, 8, None, 0, max_tokens=12)),

@@ -1,15 +1,17 @@
-"""Promise: with drafts and without, beside whatever others propose, a request's reasoning is ended
-where stock vLLM ends it that has no speculation."""
+"""Promise: beside whatever others propose, a request's reasoning is ended where stock vLLM ends it
+that has no speculation."""
 
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
-from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
+from vllm_triforce.core.limits import decodes_plainly
+from vllm_triforce.runner_v1.rejection import PlainThinkingBudget
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH = 8, 42
@@ -51,30 +53,23 @@ def stocks(reasoning, prompts, budgets, liked) -> list[list[int]]:
     return outputs
 
 
-def speculated(holder, prompts, budgets, liked, draw, num_drafts) -> list[list[int]]:
-    """Verify random drafts greedily, most of them right."""
+def speculated(holder, prompts, budgets, liked, draw) -> list[list[int]]:
+    """A token a step of each request with a budget, up to six of the others."""
     holder, outputs = with_requests(holder, prompts, budgets)
-    drafts: list[list[int]] = [[] for _ in prompts]
-    while min(map(len, outputs)) < len(liked[0]):
+    length = len(liked[0])
+    while min(map(len, outputs)) < length:
+        drafts = [
+            tokens[len(output) :][: draw.randrange(6)] if budget is None else []
+            for tokens, output, budget in zip(liked, outputs, budgets)
+        ]
         holder.update_state(outputs, drafts)
-        last = forced_tokens(
-            holder.apply_to_logits(torch.zeros(len(prompts), VOCAB), any(drafts), drafts)
-        )
-        inner = []
-        if any(drafts):
-            logits = torch.zeros(sum(map(len, drafts)), VOCAB)
-            inner = forced_tokens(holder.apply_to_logits(logits, False, drafts))
-        for row, output in enumerate(outputs):
-            own, inner = inner[: len(drafts[row])], inner[len(drafts[row]) :]
-            for token, forced in zip([*drafts[row], None], [*own, last[row]]):
-                place = len(output)
-                wanted = liked[row][place] if place < len(liked[row]) else 0
-                output.append(wanted if forced is None else forced)
-                if output[-1] != token:
-                    break
-            ahead = liked[row][len(output) :][: num_drafts(row)]
-            drafts[row] = [t if draw.random() < 0.85 else draw.randrange(VOCAB) for t in ahead]
-    return [output[: len(liked[0])] for output in outputs]
+        logits = torch.zeros(len(prompts), VOCAB)
+        forced = forced_tokens(holder.apply_to_logits(logits, any(drafts), drafts))
+        for output, tokens, accepted, token in zip(outputs, liked, drafts, forced):
+            output += accepted
+            wanted = tokens[len(output)] if len(output) < length else 0
+            output.append(wanted if token is None else token)
+    return [output[:length] for output in outputs]
 
 
 @pytest.mark.parametrize(
@@ -100,40 +95,24 @@ def test_forces_the_tokens_that_stock_forces(start, end):
                 del tokens[LENGTH:]
             budgets = [(budget + 7 * row) % 34 for row in range(size)]
             budgets[draw.randrange(size)] = draw.choice((budget, None))
-            plain = {row for row in range(size) if draw.random() < 0.3}
-            found = speculated(
-                PlainThinkingBudget(reasoning, size, CPU),
-                prompts,
-                budgets,
-                liked,
-                draw,
-                lambda row, plain=plain: 0 if row in plain else draw.randrange(6),
-            )
+            holder = PlainThinkingBudget(reasoning, size, 0, CPU, False)
+            found = speculated(holder, prompts, budgets, liked, draw)
             wanted = stocks(reasoning, prompts, budgets, liked)
             assert found == wanted
             num_forced += wanted != liked
     assert num_forced > 30
 
 
-def test_a_request_that_comes_back_goes_on_within_the_forced_string():
-    """vLLM makes its state anew after a preemption."""
-    reasoning, prompt, liked = config([START], [5, 6, END]), [4, START], [7] * 12
-    (wanted,) = stocks(reasoning, [prompt], [4], [liked])
-    assert wanted[4:7] == [5, 6, END]
-    for known in range(12):
-        holder = PlainThinkingBudget(reasoning, 1, CPU)
-        holder, (output,) = with_requests(holder, [prompt], [4])
-        output += wanted[:known]
-        holder.update_state([output], [[]])
-        (forced,) = forced_tokens(holder.apply_to_logits(torch.zeros(1, VOCAB), False, [[]]))
-        assert (liked[known] if forced is None else forced) == wanted[known]
-
-
 def test_a_row_forgets_its_former_request():
     reasoning = config([START], [END])
-    holder = PlainThinkingBudget(reasoning, 2, CPU)
+    holder = PlainThinkingBudget(reasoning, 2, 0, CPU, False)
     holder, outputs = with_requests(holder, [[4, START], [4, START]], [3, None])
     outputs[1] += [7, 7, 7]
     moved = [(1, 0, MoveDirectionality.UNIDIRECTIONAL)]
     holder.sync_batch(BatchUpdate(1, removed=[], added=[], moved=moved))
     assert not holder.has_tracked_requests()
+
+
+def test_requests_with_a_budget_are_not_speculated_on():
+    assert decodes_plainly(SamplingParams(thinking_token_budget=0))
+    assert not decodes_plainly(SamplingParams())

@@ -15,8 +15,9 @@ GREEDY_EPSILON = 1e-5
 
 
 def decodes_plainly(params) -> bool:
-    """True if a request's ``SamplingParams`` exclude it from speculation."""
-    return proposal_limit(params, 1) == 0
+    """True if a request's ``SamplingParams`` exclude it from speculation on Runner V1."""
+    # vLLM's thinking budgets on Runner V1 take one token a step (``runner_v1/rejection.py``).
+    return params.thinking_token_budget is not None or proposal_limit(params, 1) == 0
 
 
 def proposal_limit(params, max_tokens: int) -> int:

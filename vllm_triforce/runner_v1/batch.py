@@ -39,7 +39,7 @@ class RunnerBatch:
     def max_proposal_len(self, row: int, num_computed: int, max_tokens: int) -> int:
         """Return how many tokens may be proposed for a request; none if it is not positive."""
         request, input_batch = self._request(row), self._runner.input_batch
-        if input_batch.req_ids[row] in self._disabled:
+        if self.is_never_speculated_on(row):
             return 0
         tables, params = input_batch.block_table.block_tables, request.sampling_params
         max_tokens = room_for_proposal(

@@ -21,14 +21,15 @@ from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,
 )
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from vllm_triforce.config import read_config
 from vllm_triforce.config.synthetic import rates_by_place
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.limits import GREEDY_EPSILON
 from vllm_triforce.runner_v1.sampling import below_min_p, softmax
-from vllm_triforce.runner_v1.thinking_budget import PlainThinkingBudget
 from vllm_triforce.vllm_patches import swaps
 
 Routes = Mapping[str, str]
@@ -46,7 +47,9 @@ def support_all_sampling_params(
     swaps.LOGITS_PROCESSORS.set(batch, processors)
     swaps.METADATA_PROCESSORS.set(batch.sampling_metadata, processors)
     if vllm_config.reasoning_config is not None:
-        budget = PlainThinkingBudget(vllm_config.reasoning_config, batch.max_num_reqs, device)
+        budget = PlainThinkingBudget(
+            vllm_config.reasoning_config, batch.max_num_reqs, 0, device, False
+        )
         swaps.THINKING_BUDGET.set(batch, budget)
         swaps.METADATA_THINKING_BUDGET.set(batch.sampling_metadata, budget)
     synthetic = None
@@ -59,6 +62,26 @@ def support_all_sampling_params(
     )
     swaps.REJECTION_SAMPLER.set(runner, sampler)
     return sampler
+
+
+class PlainThinkingBudget(ThinkingBudgetStateHolder):
+    """vLLM's holder of ``thinking_token_budget`` states without speculation.
+
+    With ``num_spec_tokens`` vLLM has other rules, and forces another request's token in a step
+    without drafts. Requests with a budget have no drafts (``core/limits.py``).
+    """
+
+    def sync_batch(self, batch_update: BatchUpdate | None) -> None:
+        """Update the state's rows to the batch's."""
+        for _, row, direction in batch_update.moved if batch_update else ():
+            if direction == MoveDirectionality.UNIDIRECTIONAL:
+                # vLLM would leave a finished request's state to a request without a budget.
+                self._state.pop(row, None)
+        super().sync_batch(batch_update)
+
+    def apply_to_logits(self, logits, predict_bonus_token, spec_token_ids):
+        """Force tokens of a step, whose logits have one row per request."""
+        return super().apply_to_logits(logits, False, spec_token_ids)
 
 
 class CompleteRejectionSampler(RejectionSampler):
@@ -119,7 +142,9 @@ class CompleteRejectionSampler(RejectionSampler):
                         tokens = torch.tensor(list(bias))
                         values = torch.tensor(list(bias.values()))
                         logits[place, tokens] += values
-        logits = super().apply_logits_processors(logits, sampling_metadata, metadata)
+        # The plain sampler has forced the tokens of thinking budgets, in rows without drafts.
+        without_budgets = replace(sampling_metadata, thinking_budget_state_holder=None)
+        logits = super().apply_logits_processors(logits, without_budgets, metadata)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
                 owners = _owners(metadata)
