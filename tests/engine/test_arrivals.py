@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 from vllm import SamplingParams
-from vllm.v1.core.sched.output import GrammarOutput
 
 from benchmarks.first_tokens import in_engine
 from tests.conftest import triforce
@@ -14,7 +13,6 @@ from tests.outputs import assert_same_outputs, greedy, run
 from tests.parity.disturbing import watch
 from vllm_triforce.controller import exploration as exploration_module
 from vllm_triforce.controller.planner import Plan
-from vllm_triforce.runner_v1.placeholders import drop_placeholder_rows
 
 pytestmark = pytest.mark.engine
 
@@ -170,13 +168,3 @@ def test_a_request_joins_where_its_prompt_has_been_read(llm, text, monkeypatch):
     }
     drive(llm, arrivals)
     assert joined == [5, 9] and seeded == [9]
-
-
-def test_rows_of_a_grammar_follow_the_tokens_that_are_left():
-    """Of three requests one had drafts, one placeholders and one neither."""
-    rows = np.arange(3 + 5 + 1)[:, None]
-    output = GrammarOutput(["drafts", "padded", "plain"], rows, [2, 0, 0])
-    found = drop_placeholder_rows(output, {"drafts": [7, 8]}, {"padded": 4})
-    assert found.grammar_bitmask[:, 0].tolist() == [0, 1, 2, 3, 8]
-    assert drop_placeholder_rows(output, {"drafts": [7, 8]}, {}) is output
-    assert drop_placeholder_rows(None, {}, {"padded": 4}) is None

@@ -28,10 +28,19 @@ def test_the_scheduler_is_chosen_by_runner_and_scheduling():
         (False, False, None, f"{package}.v1.TriForceScheduler"),
     ):
         scheduler_config = SimpleNamespace(async_scheduling=is_async, scheduler_cls=given)
+        speculative_config = SimpleNamespace(
+            num_speculative_tokens=3, num_speculative_tokens_per_batch_size=None
+        )
         _choose_scheduler(
-            SimpleNamespace(scheduler_config=scheduler_config, use_v2_model_runner=is_v2)
+            SimpleNamespace(
+                scheduler_config=scheduler_config,
+                use_v2_model_runner=is_v2,
+                speculative_config=speculative_config,
+            )
         )
         assert scheduler_config.scheduler_cls == expected
+        has_schedule = speculative_config.num_speculative_tokens_per_batch_size is not None
+        assert has_schedule is not is_v2
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from vllm_triforce.core.limits import sampling_seed
 from vllm_triforce.core.messages import blocks_kept
 from vllm_triforce.core.models import states_read
 from vllm_triforce.runner_v1.batch import forget_blocks
-from vllm_triforce.runner_v1.placeholders import drop_placeholder_rows, without_placeholders
 from vllm_triforce.vllm_patches import swaps
 
 
@@ -61,17 +60,12 @@ class PlainSteps:
         self._prefills: dict[str, tuple[int, bool]] = {}
         """Number of prompt tokens, and True if it is seeded, of each request without a first
         token."""
-        self._scheduled_drafts: dict[str, list[int]] = {}
-        self._num_dropped: dict[str, int] = {}
-        """Placeholder drafts removed from the step, by request."""
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
 
     def execute_model(self, scheduler_output, *args, **kwargs):
         """Run a step, as a plain one if nothing will be proposed."""
         forget_blocks(self._runner, blocks_kept(scheduler_output))
-        scheduler_output, self._num_dropped = without_placeholders(scheduler_output)
-        self._scheduled_drafts = scheduler_output.scheduled_spec_decode_tokens
         backoff = self._controller.backoff
         backoff.begin_step()
         has_changed = self._note_changes(scheduler_output)
@@ -90,8 +84,8 @@ class PlainSteps:
             self.gives_first_token and "context" in self._controller.chooses and not self._has_seed
         )
         has_no_room = not scheduler_output.num_spec_tokens_to_schedule
-        is_plain = not self._scheduled_drafts and (backoff.is_resting or is_prefill or has_no_room)
-        if is_plain:
+        has_drafts = bool(scheduler_output.scheduled_spec_decode_tokens)
+        if not has_drafts and (backoff.is_resting or is_prefill or has_no_room):
             swaps.SPECULATIVE_CONFIG.set(self._runner, None)
         output = self._execute_model(scheduler_output, *args, **kwargs)
         if scheduler_output.finished_req_ids:
@@ -104,13 +98,10 @@ class PlainSteps:
             self._on_states(scheduler_output, states)
         return output
 
-    def sample_tokens(self, grammar_output, *args, **kwargs):
+    def sample_tokens(self, *args, **kwargs):
         """Sample the step's tokens and end the plain step, if it was one."""
-        grammar_output = drop_placeholder_rows(
-            grammar_output, self._scheduled_drafts, self._num_dropped
-        )
         try:
-            return self._sample_tokens(grammar_output, *args, **kwargs)
+            return self._sample_tokens(*args, **kwargs)
         finally:
             self._restore()
 

@@ -61,9 +61,8 @@ class LookaheadMixin(SchedulerBase):
         self.num_lookahead_tokens = 0
         self._spec_decode_step_blocks = 0
         if self.dynamic_sd_lookup is None:
-            # With a schedule of draft lengths by batch size, vLLM adds no placeholder drafts
-            # (runner_v1/placeholders.py). These might exceed a step's token budget, and their
-            # request would wait forever.
+            # With a schedule of draft lengths by batch size, vLLM adds no placeholder drafts. These
+            # might exceed a step's token budget, and their request would wait forever.
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         # Drafts in flight count as accepted until their step's output arrives.
         self._num_steps_ahead = self.vllm_config.max_concurrent_batches

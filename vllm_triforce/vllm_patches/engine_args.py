@@ -310,10 +310,15 @@ def _finish_config(vllm_config):
 def _choose_scheduler(vllm_config) -> None:
     """Set our scheduler class, unless the user chose one.
 
-    With a scheduler of the user's, Runner V1 drops placeholders itself and Runner V2 proposes fixed
-    lengths.
+    With a scheduler of the user's, Runner V2 proposes fixed lengths.
     """
     scheduler_config = vllm_config.scheduler_config
+    if not vllm_config.use_v2_model_runner:
+        # With a schedule of draft lengths by batch size, here one for all, vLLM's schedulers give
+        # no request placeholders for drafts. vLLM's CPU kernel accepts some (patches/README.md).
+        speculative_config = vllm_config.speculative_config
+        length = speculative_config.num_speculative_tokens
+        speculative_config.num_speculative_tokens_per_batch_size = [(1, 1, length)]
     if scheduler_config.scheduler_cls is not None:
         return
     # Model Runner V1 runs on the CPU only, where vLLM never schedules asynchronously.
