@@ -196,15 +196,15 @@ def test_the_lab_reads_what_the_engine_selects(policy, tokens_per_pass):
         selected = engine.selection("a", blocks, START + row)
         last = min(row + tokens_per_pass, COUNT) - 1
         tables, skipped = engine.block_table([selected], [blocks], [START + last + 1])
-        if selected.candidates:
+        if selected.summaries is not None:
             selecting = row + (last - row) // TOKENS_PER_SELECTION * TOKENS_PER_SELECTION
-            in_pass = PassSelection(engine.policy, {0: selected.candidates}, 2)
-            in_pass.begin_pass([0], [1], [0], tables.unflatten(1, (1, -1)))
+            in_pass = PassSelection(engine.policy, [selected], 2)
+            in_pass.begin_pass([0], [1], [0], tables)
             for number, query in enumerate(queries):
                 in_pass.select(number, query[None, :, selecting])
         for number in range(2):
             for head in range(2):
-                table = (tables[number, head] - head) // 2
+                table = (tables[number, 0, head] - head) // 2
                 reads = [8 * of_block[int(b)] + offset for b in table for offset in range(8)]
                 reads = reads[: START + last + 1 - int(skipped[0])]
                 found = masks[number][head][last].nonzero().flatten().tolist()

@@ -95,13 +95,11 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
         cache.selection(str(row), table, num_full * BLOCK + 1)
         for row, (table, num_full) in enumerate(zip(tables, num_fulls))
     ]
-    assert [s.candidates is None for s in selections] == [False, False, True, False]
+    assert [s.summaries is None for s in selections] == [False, False, True, False]
     lens = [num_full * BLOCK + 2 for num_full in num_fulls]
     sparse_tables, _ = cache.block_table(selections, tables, lens)
-    sparse_tables = sparse_tables.unflatten(1, (len(tables), -1))
     before = sparse_tables.clone()
-    candidates = {row: s.candidates for row, s in enumerate(selections) if s.candidates}
-    selection = PassSelection(cache.policy, candidates, HEADS)
+    selection = PassSelection(cache.policy, selections, HEADS)
     pass_tables = sparse_tables[:, rows]
     assert selection.begin_pass(rows, query_lens, [0] * len(rows), pass_tables)
     query = torch.randn(sum(query_lens), HEADS * group, DIM, generator=generator)
@@ -109,7 +107,7 @@ def test_each_request_of_a_pass_has_the_blocks_that_its_newest_token_selects(
         selection.select(layer, query + layer)
         for place, (row, part) in enumerate(zip(rows, query.split(query_lens))):
             own = pass_tables[layer, place]
-            if selections[row].candidates is None:
+            if selections[row].summaries is None:
                 assert torch.equal(own, before[layer, row])
                 continue
             newest = part[:1] + layer
@@ -146,9 +144,7 @@ def test_a_request_selects_at_first_and_after_each_few_tokens():
     tables = [np.arange(start, start + 31, dtype=np.int32) for start in (0, 31)]
     selections = [cache.selection(name, table, 30 * BLOCK) for name, table in zip("ab", tables)]
     sparse, _ = cache.block_table(selections, tables, [30 * BLOCK + 1] * 2)
-    sparse = sparse.unflatten(1, (2, -1))
-    candidates = {row: s.candidates for row, s in enumerate(selections)}
-    selection = PassSelection(cache.policy, candidates, HEADS)
+    selection = PassSelection(cache.policy, selections, HEADS)
     assert selection.begin_pass([0, 1], [2, 1], [0, 0], sparse)
     due = TOKENS_PER_SELECTION
     assert not selection.begin_pass([0, 1], [2, 1], [1, due - 1], sparse)
@@ -188,4 +184,5 @@ def test_candidates_are_gathered_again_when_a_block_became_full():
     assert cache.selection("a", table[:21], 20 * BLOCK + 3) is first
     second = cache.selection("a", table[:22], 21 * BLOCK)
     assert second is not first
-    assert len(second.candidates.block_ids) == len(first.candidates.block_ids) + 1
+    assert len(second.candidates) == len(first.candidates) + 1
+    assert all(keys.shape[2] == len(second.candidates) for keys in second.summaries.values())

@@ -10,7 +10,7 @@ from tests.kernels.tensors import some_rows
 from vllm_triforce.cache.key_layout import probe_key_order
 from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.pass_selection import PassSelection
-from vllm_triforce.cache.retrieval_cache import Candidates
+from vllm_triforce.cache.retrieval_cache import Selection
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.runner_v2.selections import PolicySelection
 from vllm_triforce.selection import POLICIES, Summary
@@ -114,17 +114,18 @@ def test_both_runners_select_alike(policy, group):
     shapes = heads * group, query_len, ChunkIds(heads, 1), 9
     selection = PolicySelection(policy(), kept, rows, block_tables, found, *shapes)
     query = torch.randn(layers, 4 * query_len, heads * group, dim)
-    candidates = {}
-    for row, (table, count, selected) in enumerate(zip(tables, counts, num_selected)):
+    selections = []
+    for table, count, selected in zip(tables, counts, num_selected):
+        one = Selection(selected, count, table.numpy())
         if selected < count:
-            ids = table[1:count].long()
-            summaries = {
+            ids = torch.from_numpy(one.candidates).long()
+            one.summaries = {
                 kind: torch.stack([of_kind.dequantize(layer, ids) for layer in range(layers)])
                 for kind, of_kind in kept.items()
             }
-            candidates[row] = Candidates(selected - 1, ids, summaries)
+        selections.append(one)
     expected = torch.zeros(layers, 4, heads, width, dtype=torch.int32)
-    alone = PassSelection(policy(), candidates, heads)
+    alone = PassSelection(policy(), selections, heads)
     assert alone.begin_pass([0, 1, 2, 3], [query_len] * 4, [0] * 4, expected)
     for layer in range(layers):
         selection.select(layer, query[layer])

@@ -7,13 +7,14 @@ Only the newest settled token of a request votes, never the drafts that follow i
 2 tests them, and a distribution that depends on the token it tests makes the test biased.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_triforce.cache.retrieval_cache import Candidates
+from vllm_triforce.cache.retrieval_cache import Selection
 from vllm_triforce.selection import SelectionPolicy, Summary
 
 TOKENS_PER_SELECTION = 4
@@ -41,31 +42,34 @@ class PassSelection:
     Requests whose context fits the budget are left out: level 2 reads all of it.
 
     Args:
-        candidates: by row of the batch.
+        selections: by row of the batch, one at least that has summaries.
     """
 
     def __init__(
         self,
         policy: SelectionPolicy,
-        candidates: Mapping[int, Candidates],
+        selections: Sequence[Selection],
         num_kv_heads: int,
     ) -> None:
         self._policy = policy
         self._num_kv_heads = num_kv_heads
-        self._batch_rows = list(candidates)
-        by_row = list(candidates.values())
-        self._max_selected = max(c.num_selected for c in by_row)
-        self._is_kept = _places_from([c.num_selected for c in by_row])
+        by_row = {row: s for row, s in enumerate(selections) if s.summaries is not None}
+        self._batch_rows = list(by_row)
+        num_selected = [s.num_before_tail - 1 for s in by_row.values()]
+        block_ids = [torch.from_numpy(s.candidates.astype(np.int32)) for s in by_row.values()]
+        num_chunks = list(map(len, block_ids))
+        self._max_selected = max(num_selected)
+        self._is_kept = _places_from(num_selected)
         """[num_rows, 1, max_selected], True for blocks of a row's tail; None where rows select
         equally many. A budget is a share of each row's context."""
-        self._max_chunks = max(len(c.block_ids) for c in by_row)
-        self._is_padded = _places_from([len(c.block_ids) for c in by_row])
+        self._max_chunks = max(num_chunks)
+        self._is_padded = _places_from(num_chunks)
         """[num_rows, 1, max_chunks]; None where rows have equally many candidates."""
-        self._summaries = _stack([c.summaries for c in by_row], self._max_chunks)
+        self._summaries = _stack([s.summaries for s in by_row.values()], self._max_chunks)
         """By kind, [num_layers, num_rows, num_kv_heads, max_chunks, head_dim]."""
-        block_ids = pad_sequence([c.block_ids for c in by_row], batch_first=True).int()
         heads = torch.arange(num_kv_heads, dtype=torch.int32)[:, None]
-        self._one_head_ids = block_ids[:, None] * num_kv_heads + heads
+        padded_ids = pad_sequence(block_ids, batch_first=True)
+        self._one_head_ids = padded_ids[:, None] * num_kv_heads + heads
         """[num_rows, num_kv_heads, max_chunks], int32."""
         self._selected_at: dict[int, int] = {}
         """Tokens of a row's proposal at its last selection."""
@@ -92,14 +96,13 @@ class PassSelection:
         table_rows = [pass_rows[self._batch_rows[i]] for i in present]
         starts = [0, *accumulate(query_lens)]
         self._tokens = torch.tensor([starts[row] for row in table_rows])
+        # A slice makes no copies.
         is_all = len(present) == len(self._batch_rows)
-        self._present = None if is_all else torch.tensor(present)
-        self._present_ids = self._of_present(self._one_head_ids)
-        padded, kept = self._is_padded, self._is_kept
-        self._present_padded = None if padded is None else self._of_present(padded)
-        self._present_kept = None if kept is None else self._of_present(kept)
+        self._present: slice | torch.Tensor = slice(None) if is_all else torch.tensor(present)
         is_whole_pass = table_rows == list(range(len(rows)))
-        self._table_rows = None if is_whole_pass else torch.tensor(table_rows)
+        self._table_rows: slice | torch.Tensor = (
+            slice(None) if is_whole_pass else torch.tensor(table_rows)
+        )
         return True
 
     def renew(self) -> None:
@@ -117,31 +120,24 @@ class PassSelection:
         query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     ) -> None:
         """Write a layer's selected blocks into its block tables."""
-        head_dim = query.shape[-1]
+        present = self._present
         grouped = query[self._tokens].unflatten(1, (self._num_kv_heads, -1))
-        summaries = {kind: self._of_present(keys[layer]) for kind, keys in self._summaries.items()}
+        summaries = {kind: keys[layer][present] for kind, keys in self._summaries.items()}
         scores = self._policy.checked_score(grouped, summaries, self._max_chunks)
-        if (padded := self._present_padded) is not None:
-            scores = scores.masked_fill(padded[:, :, None], float("-inf"))
-        votes = self._policy.votes(scores, head_dim)
-        if padded is not None:
+        if self._is_padded is not None:
+            is_padded = self._is_padded[present]
+            scores = scores.masked_fill(is_padded[:, :, None], float("-inf"))
+        votes = self._policy.votes(scores, query.shape[-1])
+        if self._is_padded is not None:
             # The votes of candidates may be 0, as those of padding are.
-            votes = votes.masked_fill(padded, float("-inf"))
+            votes = votes.masked_fill(is_padded, float("-inf"))
         # Sorted, so that a row's blocks have the same order in any batch, but for equal votes.
         best = votes.topk(self._max_selected, dim=-1, sorted=True).indices
-        ids = self._present_ids.gather(-1, best)
+        ids = self._one_head_ids[present].gather(-1, best)
         selected = self._tables[layer, :, :, 1 : 1 + self._max_selected]
-        if (kept := self._present_kept) is not None:
-            before = selected if self._table_rows is None else selected[self._table_rows]
-            ids = torch.where(kept, before, ids)
-        if self._table_rows is None:
-            selected.copy_(ids)
-        else:
-            selected[self._table_rows] = ids
-
-    def _of_present(self, by_row: torch.Tensor) -> torch.Tensor:
-        """Take the rows of the requests that select in this pass."""
-        return by_row if self._present is None else by_row[self._present]
+        if self._is_kept is not None:
+            ids = torch.where(self._is_kept[present], selected[self._table_rows], ids)
+        selected[self._table_rows] = ids
 
 
 def _places_from(counts: list[int]) -> torch.Tensor | None:  # [num_rows, 1, max(counts)], bool

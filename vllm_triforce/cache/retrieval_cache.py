@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.budget import RetrievalBudget
@@ -16,32 +17,24 @@ from vllm_triforce.selection import SelectionPolicy, Summary
 
 
 @dataclass
-class Candidates:
-    """Chunks of one request among which the layers select in a pass (``pass_selection.py``)."""
-
-    num_selected: int
-    block_ids: torch.Tensor  # [num_candidates], int64
-    summaries: dict[Summary, torch.Tensor]
-    """By kind, [num_layers, num_kv_heads, num_candidates, head_dim]."""
-
-
-@dataclass
 class Selection:
     """Blocks of one request that level 2 reads until one of its blocks fills."""
 
-    blocks: torch.Tensor
-    """[num_layers, num_kv_heads, num_selected], ids of the first and the selected blocks."""
+    num_before_tail: int
+    """Blocks that level 2 reads before the tail. Passes select all but the first of them
+    (``pass_selection.py``), where the whole context does not fit the budget."""
     tail_start: int
     """First logical block of the tail, which is the recent blocks and all later ones."""
     full_blocks: np.ndarray
     """Full blocks when it was made. A block table that differs shows a preemption."""
-    candidates: Candidates | None = None
-    """Chunks that passes select in the place of ``blocks`` after the first; None where the whole
-    context fits the budget."""
+    summaries: dict[Summary, torch.Tensor] | None = None
+    """By kind, [num_layers, num_kv_heads, num_candidates, head_dim], of ``candidates``; None where
+    the whole context fits the budget."""
 
     @property
-    def num_selected(self) -> int:
-        return self.blocks.shape[-1]
+    def candidates(self) -> np.ndarray:  # [num_candidates]
+        """Ids of the blocks among which passes select."""
+        return self.full_blocks[1 : self.tail_start]
 
 
 class RetrievalCache:
@@ -97,20 +90,16 @@ class RetrievalCache:
         return selection
 
     def _select(self, full_blocks: np.ndarray) -> Selection:
-        ids = torch.from_numpy(full_blocks.astype(np.int64))
-        num_layers, num_kv_heads = self.summaries.num_layers, self.summaries.num_kv_heads
-        num_full = len(full_blocks)
-        recent, budget = self.budget.recent, self.budget.of(num_full)
+        num_full, recent = len(full_blocks), self.budget.recent
+        budget = self.budget.of(num_full)
+        # The partly filled last block comes after the recent blocks, in the tail.
+        tail_start = max(0, num_full - recent)
         if num_full <= budget:  # the whole context fits the budget
-            head = ids[: max(0, num_full - recent)]
-            return Selection(head.expand(num_layers, num_kv_heads, -1), len(head), full_blocks)
-        # The partly filled last block comes after these recent blocks, in the tail.
-        tail_start = num_full - recent
-        candidates = ids[1:tail_start]
-        num_selected = budget - recent - 1
-        blocks = ids[: 1 + num_selected].expand(num_layers, num_kv_heads, -1)
-        choice = Candidates(num_selected, candidates, self.summaries.gather(candidates))
-        return Selection(blocks, tail_start, full_blocks, choice)
+            return Selection(tail_start, tail_start, full_blocks)
+        selection = Selection(budget - recent, tail_start, full_blocks)
+        ids = torch.from_numpy(selection.candidates.astype(np.int64))
+        selection.summaries = self.summaries.gather(ids)
+        return selection
 
     def block_table(
         self,
@@ -120,25 +109,21 @@ class RetrievalCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Build block tables of one-head sequences (``cache/one_head_blocks.py``).
 
-        Each request becomes ``num_kv_heads`` sequences, one after the other.
-
         Returns:
-            tables: [num_layers, num_reqs * num_kv_heads, width], int32.
+            tables: [num_layers, num_reqs, num_kv_heads, width], int32.
             num_skipped: [num_reqs], int32, context tokens that the tables leave out. Position p of
                 a request is at p - num_skipped in its sequences.
         """
-        num_layers, num_kv_heads = self.summaries.num_layers, self.summaries.num_kv_heads
-        tails = [-(-n // self.block_size) - s.tail_start for s, n in zip(selections, num_tokens)]
-        width = max(s.num_selected + tail for s, tail in zip(selections, tails))
-        tables = torch.zeros(num_layers, len(selections), num_kv_heads, width, dtype=torch.int32)
-        num_skipped = torch.empty(len(selections), dtype=torch.int32)
-        for row, (selection, blocks, tail) in enumerate(zip(selections, block_ids, tails)):
-            k, start = selection.num_selected, selection.tail_start
-            tables[:, row, :, :k] = selection.blocks
-            tables[:, row, :, k : k + tail] = torch.from_numpy(
-                blocks[start : start + tail].astype(np.int32)
-            )
-            num_skipped[row] = (start - k) * self.block_size
+        rows = []
+        for selection, blocks, count in zip(selections, block_ids, num_tokens):
+            tail = blocks[selection.tail_start : -(-count // self.block_size)]
+            row = np.concatenate([blocks[: selection.num_before_tail], tail]).astype(np.int32)
+            rows.append(torch.from_numpy(row))
+        heads = torch.arange(self.summaries.num_kv_heads, dtype=torch.int32)[:, None]
         # Blocks are head-major.
-        tables.mul_(num_kv_heads).add_(torch.arange(num_kv_heads, dtype=torch.int32)[:, None])
-        return tables.flatten(1, 2), num_skipped
+        one_layer = pad_sequence(rows, batch_first=True)[:, None] * len(heads) + heads
+        num_skipped = [(s.tail_start - s.num_before_tail) * self.block_size for s in selections]
+        return (
+            one_layer.repeat(self.summaries.num_layers, 1, 1, 1),
+            torch.tensor(num_skipped, dtype=torch.int32),
+        )

@@ -70,17 +70,13 @@ class RetrievalLevel:
             )
         ]
         max_seq_lens = [n + m for n, m in zip(batch.num_computed_tokens, batch.max_num_tokens)]
-        tables, self._skipped = self.cache.block_table(selections, blocks, max_seq_lens)
-        self._sparse_tables = tables.unflatten(1, (len(batch), -1))
-        candidates = {
-            row: selection.candidates
-            for row, selection in enumerate(selections)
-            if selection.candidates is not None
-        }
+        self._sparse_tables, self._skipped = self.cache.block_table(
+            selections, blocks, max_seq_lens
+        )
         self.pass_selection = None
-        if candidates:
+        if any(selection.summaries is not None for selection in selections):
             heads = self.attention.num_kv_heads
-            self.pass_selection = PassSelection(self.cache.policy, candidates, heads)
+            self.pass_selection = PassSelection(self.cache.policy, selections, heads)
 
     def forward(
         self, batch: DraftBatch, proposal: Proposal, rows: list[int], drafts: list[list[int]]
