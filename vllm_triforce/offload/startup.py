@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
@@ -56,22 +57,19 @@ def plan_offload(
             "KV cache in the target: all layers share one staging layer with full attention. "
             "Drop it."
         )
-    page_bytes, max_blocks = spec.page_size_bytes, _max_blocks(spec.block_size, config, vllm_config)
-
-    def place(num_seqs: int, host_bytes: int) -> Placement:
-        return place_layers(
-            num_layers=len(specs),
-            page_bytes=page_bytes,
-            host_bytes=host_bytes,
-            device_bytes=device_bytes,
-            pool_bytes=num_seqs * config.table_width * page_bytes * config.uses_level2,
-            summary_share=summary_share,
-            max_blocks=max_blocks,
-        )
-
     num_seqs = min(vllm_config.scheduler_config.max_num_seqs, config.max_speculating_seqs)
+    page_bytes = spec.page_size_bytes
+    place = partial(
+        place_layers,
+        num_layers=len(specs),
+        page_bytes=page_bytes,
+        device_bytes=device_bytes,
+        pool_bytes=num_seqs * config.table_width * page_bytes * config.uses_level2,
+        summary_share=summary_share,
+        max_blocks=_max_blocks(spec.block_size, config, vllm_config),
+    )
     assert config.kv_offload_gib is not None
-    placement = place(num_seqs, int(config.kv_offload_gib * _GIB))
+    placement = place(host_bytes=int(config.kv_offload_gib * _GIB))
     _check_room(placement, place, num_seqs, spec.block_size, config, vllm_config, device_bytes)
     if all_would_fit(placement, device_bytes, summary_share):
         logger.warning_once(
@@ -97,7 +95,7 @@ def _max_blocks(block_size: int, config: ResolvedConfig, vllm_config) -> int:
 
 def _check_room(
     placement: Placement,
-    place: Callable[[int, int], Placement],
+    place: Callable[..., Placement],
     num_seqs: int,
     block_size: int,
     config: ResolvedConfig,
@@ -107,14 +105,14 @@ def _check_room(
     """Check that the planned blocks suffice.
 
     Args:
-        place: gives the placement for a number of requests in the pool and bytes of host memory.
+        place: gives the placement for other ``host_bytes``.
+        num_seqs: requests that the pool has room for.
 
     Raises:
         ValueError: fewer blocks fit than ``num_gpu_blocks_override``, or than the longest request
-            needs. The message names keys that would do.
+            needs. The message names a setting that would do.
     """
     setting, model = f"kv_offload_gib={config.kv_offload_gib:g}", vllm_config.model_config
-    assert config.kv_offload_gib is not None
     override = vllm_config.cache_config.num_gpu_blocks_override
     if override is not None:
         if placement.num_blocks < override:
@@ -127,29 +125,21 @@ def _check_room(
     # With original_max_model_len = -1, vLLM lowers max_model_len until it fits.
     if placement.num_blocks >= min_blocks or model.original_max_model_len == -1:
         return
+    num_tokens = (placement.num_blocks - 1) * block_size
     min_host_bytes = placement.num_layers * placement.page_bytes * min_blocks
-
-    def fits(num_seqs: int) -> bool:
-        try:
-            return place(num_seqs, min_host_bytes).num_blocks >= min_blocks
-        except ValueError:
-            return False
-
-    remedies = []
-    max_seqs = next((n for n in range(num_seqs, 0, -1) if fits(n)), None)
-    if max_seqs is None:
-        remedies = [f"--max-model-len {(placement.num_blocks - 1) * block_size}"]
+    if place(host_bytes=min_host_bytes).num_blocks >= min_blocks:
+        remedy = f"kv_offload_gib={min_host_bytes / _GIB + 0.05:.1f} would do"
     else:
-        if max_seqs < num_seqs:
-            remedies.append(f"max_speculating_seqs={max_seqs}")
-        if place(max_seqs, int(config.kv_offload_gib * _GIB)).num_blocks < min_blocks:
-            remedies.append(f"kv_offload_gib={min_host_bytes / _GIB + 0.05:.1f}")
+        remedy = (
+            f"--max-model-len {num_tokens} would do; a lower max_speculating_seqs or "
+            "retrieval_budget leaves room for more"
+        )
     pool = placement.num_host_layers * placement.pool_bytes
     raise ValueError(
-        f"{setting}: KV of {(placement.num_blocks - 1) * block_size} tokens fits, fewer than "
-        f"max_model_len={model.max_model_len}; the device has {device_bytes / _GIB:.2f} GiB for "
-        f"a staging layer, chunk summaries and level 2's pool, which takes {pool / _GIB:.2f} GiB "
-        f"for {num_seqs} requests; {' and '.join(remedies)} would do"
+        f"{setting}: KV of {num_tokens} tokens fits, fewer than max_model_len="
+        f"{model.max_model_len}; the device has {device_bytes / _GIB:.2f} GiB for a staging layer, "
+        f"chunk summaries and level 2's pool, which takes {pool / _GIB:.2f} GiB for {num_seqs} "
+        f"requests; {remedy}"
     )
 
 
