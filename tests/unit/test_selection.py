@@ -59,7 +59,7 @@ def test_scores_of_another_shape_are_refused(wrong):
     query, policy = torch.randn(3, 2, 4, 16), Wrong()
     summaries = {Summary.MEAN: torch.randn(3, 2, 13, 16)}
     with pytest.raises(ValueError) as refused:
-        policy.checked_score(query, summaries, 13)
+        policy.best_chunks(query, summaries, 13, 5)
     found = list(policy.score(query, summaries, 13).shape)
     told = f"selection policy 'wrong': score() gave {found}; it has to be [3, 2, 4 (or 1), 13]"
     assert told in str(refused.value)

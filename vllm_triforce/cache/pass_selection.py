@@ -123,16 +123,11 @@ class PassSelection:
         present = self._present
         grouped = query[self._tokens].unflatten(1, (self._num_kv_heads, -1))
         summaries = {kind: keys[layer][present] for kind, keys in self._summaries.items()}
-        scores = self._policy.checked_score(grouped, summaries, self._max_chunks)
-        if self._is_padded is not None:
-            is_padded = self._is_padded[present]
-            scores = scores.masked_fill(is_padded[:, :, None], float("-inf"))
-        votes = self._policy.votes(scores, query.shape[-1])
-        if self._is_padded is not None:
-            # The votes of candidates may be 0, as those of padding are.
-            votes = votes.masked_fill(is_padded, float("-inf"))
-        # Sorted, so that a row's blocks have the same order in any batch, but for equal votes.
-        best = votes.topk(self._max_selected, dim=-1, sorted=True).indices
+        is_padded = None if self._is_padded is None else self._is_padded[present]
+        # The best come first, so that a row's blocks have the same order in any batch.
+        best = self._policy.best_chunks(
+            grouped, summaries, self._max_chunks, self._max_selected, is_padded
+        )
         ids = self._one_head_ids[present].gather(-1, best)
         selected = self._tables[layer, :, :, 1 : 1 + self._max_selected]
         if self._is_kept is not None:

@@ -78,7 +78,8 @@ class PolicySelection:
         length_before = length - rows.num_emitted[part, None]
         is_due = length // TOKENS_PER_SELECTION > length_before // TOKENS_PER_SELECTION
         is_due = ((length == 0) | is_due) & (length < room) & (num_selected < tail)
-        # The first chunk is always read, and chunks from the tail on.
+        # The first chunk is always read, and chunks from the tail on, which has drafts that the
+        # pass tests.
         is_other = (self._chunks == 0) | (self._chunks >= tail)  # [num_rows, max_chunks]
         is_other = is_other[:, None]
         grouped = query.unflatten(1, (self._num_kv_heads, -1))
@@ -86,12 +87,9 @@ class PolicySelection:
             kind: kept.dequantize(layer, blocks.long()).transpose(0, 1)
             for kind, kept in self._summaries.items()
         }
-        scores = self._policy.checked_score(grouped, summaries, len(self._chunks))
-        scores = scores.masked_fill(is_other[:, :, None], float("-inf"))
-        votes = self._policy.votes(scores, query.shape[-1])
-        # A policy's own -inf comes before: the tail has drafts that the pass tests.
-        votes = votes.clamp(min=torch.finfo(votes.dtype).min)
-        best = votes.masked_fill(is_other, float("-inf")).topk(len(self._places)).indices
+        best = self._policy.best_chunks(
+            grouped, summaries, len(self._chunks), len(self._places), is_other
+        )
         ids = blocks[:, None].expand(-1, self._num_kv_heads, -1).gather(2, best)
         ids = self._chunk_ids.of(ids, self._heads)
         selected = self._tables[layer, part, :, 1 : 1 + len(self._places)]

@@ -58,19 +58,24 @@ class SelectionPolicy(ABC):
         head among several makes every vote of the group NaN, as does -inf for all chunks.
         """
 
-    def checked_score(
+    def best_chunks(
         self,
         query: torch.Tensor,  # [..., num_kv_heads, group, head_dim]
         summaries: Summaries,  # [..., num_kv_heads, num_chunks, head_dim]
         num_chunks: int,
-    ) -> torch.Tensor:  # [..., num_kv_heads, group or 1, num_chunks]
-        """Call ``score()`` and check the shape, since another might broadcast silently.
+        count: int,
+        is_other: torch.Tensor | None = None,  # [..., 1, num_chunks], True for no candidate
+    ) -> torch.Tensor:  # [..., num_kv_heads, count], int64
+        """Return the chunks with the most votes of the query heads of each group, best first.
+
+        The vote of a head is the softmax of scaled scores, so that a head with large logits does
+        not outvote the others. Chunks that are no candidates come last.
 
         Raises:
-            ValueError: the scores have another shape.
+            ValueError: the scores have another shape, which might broadcast silently.
         """
         scores = self.score(query, summaries, num_chunks)
-        *leading, group, _ = query.shape
+        *leading, group, head_dim = query.shape
         shape = tuple(scores.shape)
         if shape not in ((*leading, group, num_chunks), (*leading, 1, num_chunks)):
             heads = [f"{group} (or 1)" if group > 1 else 1]
@@ -79,18 +84,14 @@ class SelectionPolicy(ABC):
                 f"selection policy {self.name!r}: score() gave {list(shape)}; it has to be "
                 f"[{expected}]: leading axes, KV heads, query heads of each, chunks"
             )
-        return scores
-
-    @staticmethod
-    def votes(
-        scores: torch.Tensor,  # [..., num_kv_heads, group or 1, num_chunks]; -inf: no candidate
-        head_dim: int,
-    ) -> torch.Tensor:  # [..., num_kv_heads, num_chunks]
-        """Add up the votes of the query heads of each group (grouped-query attention).
-
-        The vote of a head is the softmax of scaled scores, so that a head with large logits does
-        not outvote the others.
-        """
-        if scores.shape[-2] == 1:
-            return scores.squeeze(-2)
-        return (scores.float() * head_dim**-0.5).softmax(-1).sum(-2)
+        if is_other is not None:
+            scores = scores.masked_fill(is_other[..., None, :], float("-inf"))
+        if shape[-2] == 1:
+            votes = scores.squeeze(-2)
+        else:
+            votes = (scores.float() * head_dim**-0.5).softmax(-1).sum(-2)
+        if is_other is not None:
+            # Candidates may have no vote, or a policy's own -inf.
+            votes = votes.clamp(min=torch.finfo(votes.dtype).min)
+            votes = votes.masked_fill(is_other, float("-inf"))
+        return votes.topk(count).indices

@@ -124,7 +124,7 @@ class ChunkedPolicy(LabPolicy):
     def keep(self, layer, kv_head, query, scores, visible):
         sizes, keys, keep = self.sizes, layer.keys[kv_head], torch.zeros_like(visible)
         policy, budget = self.selection(), sizes.retrieval_budget
-        num_chunks, head_dim = len(keys) // sizes.chunk_size, keys.shape[-1]
+        num_chunks = len(keys) // sizes.chunk_size
         chunks = keys[: num_chunks * sizes.chunk_size].unflatten(0, (num_chunks, -1))
         summaries = {
             kind: kind.reduce(chunks, 1).to(keys.dtype)[None, None] for kind in policy.summaries
@@ -139,9 +139,10 @@ class ChunkedPolicy(LabPolicy):
                 if num_full > num_read:  # else the context fits the budget
                     among = {kind: numbers[:, :, 1:tail] for kind, numbers in summaries.items()}
                     heads = query[None, None, :, token]
-                    votes = policy.votes(policy.checked_score(heads, among, tail - 1), head_dim)
+                    num_selected = num_read - budget.recent - 1
+                    best = policy.best_chunks(heads, among, tail - 1, num_selected)
                     is_kept[1:tail] = False
-                    is_kept[1 + votes[0, 0].topk(num_read - budget.recent - 1).indices] = True
+                    is_kept[1 + best[0, 0]] = True
                 tokens = is_kept.repeat_interleave(sizes.chunk_size)[: layer.num_tokens]
                 keep[token:end] = tokens
         return keep[None]
