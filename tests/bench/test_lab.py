@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from tests.models import PAIR, PROMPTS, make_architecture, make_llama
 from vllm_triforce import cli, selection
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION, PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
-from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce_bench.lab.copies import SCHEMES, round_to_fp8, round_to_int4
 from vllm_triforce_bench.lab.measure import acceptance, next_token_probs
@@ -169,23 +169,28 @@ def test_the_lab_reads_what_the_engine_selects(policy, tokens_per_pass):
     blocks = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
     of_block = {int(block): place for place, block in enumerate(blocks)}
 
-    def block_summaries(layer):
-        def of(ids, kind):
-            found = [kind.reduce(layer.keys[:, 8 * of_block[int(i)] :][:, :8], 1) for i in ids]
-            return torch.stack(found)
+    padded = [torch.nn.functional.pad(layer.keys, (0, 0, 0, 8)) for layer in layers]
+    by_block = [
+        torch.stack([keys[:, 8 * of_block[b] :][:, :8] for b in range(num_blocks)])
+        for keys in padded
+    ]
 
-        return of
+    class Exact:
+        """Summaries that are not quantized."""
 
-    summaries = ChunkSummaries(
-        policy.summaries,
-        2,
-        num_blocks,
-        2,
-        DIM,
-        torch.float32,
-        [block_summaries(layer) for layer in layers],
-    )
-    engine = RetrievalCache(summaries, policy(), 8, RetrievalBudget(8, 8, 3))
+        def __init__(self, kind) -> None:
+            self._summaries = torch.stack(
+                [kind.reduce(keys, 2).transpose(0, 1) for keys in by_block]
+            )
+
+        def dequantize(self, layer, ids):
+            return self._summaries[layer][..., ids, :]
+
+    layer = SimpleNamespace(num_kv_heads=2, head_size=DIM, kv_cache=torch.empty(num_blocks))
+    attention = SimpleNamespace(layers=[layer] * 2, num_kv_heads=2, summarize=lambda *_: None)
+    budget = RetrievalBudget(8, 8, 3)
+    engine = RetrievalCache(attention, policy(), 8, budget, torch.float32)
+    engine.summaries = {kind: Exact(kind) for kind in policy.summaries}
     lab = POLICIES[policy.name](sizes)
     queries = [some_queries(8, seed) for seed in range(2)]
     masks = [

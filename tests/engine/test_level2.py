@@ -7,10 +7,11 @@ from tests.conftest import triforce
 from tests.generation import generate
 from tests.inside import attention_layers_of, built, worker_of
 from tests.models import held_out_tokens
+from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.core.models import private_cache
 from vllm_triforce.metrics.report import counters_of
-from vllm_triforce.runner_v1.retrieval import RetrievalLevel, allocate_summaries
+from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 
 pytestmark = pytest.mark.engine
 
@@ -27,8 +28,8 @@ def test_chunk_means_are_small(engines, pair):
     llm = engines.get(pair["target"], keys)
     speculator, layers = built(llm).speculator, attention_layers_of(llm)
     key_bytes = sum(layer.kv_cache.numel() * layer.kv_cache.element_size() for layer in layers) / 2
-    kept = speculator.level2.cache.summaries.keys.values()
-    assert sum(keys.nbytes for keys in kept) <= key_bytes / 32
+    kept = speculator.level2.cache.summaries.values()
+    assert sum(summaries.num_bytes for summaries in kept) <= key_bytes / 32 / 3
     window = speculator.level1.model.cache
     assert window.blocks_per_slot * window.block_size < 512
 
@@ -40,7 +41,7 @@ def test_private_caches_are_allocated_with_care(engines, pair, monkeypatch):
     memory = type("Memory", (), {"available": 1 << 10})
     monkeypatch.setattr("vllm_triforce.cache.allocation.psutil.virtual_memory", lambda: memory)
     with pytest.raises(MemoryError, match=r"summaries of .* blocks needs .*VLLM_CPU_KVCACHE_SPACE"):
-        allocate_summaries(level2.cache.policy, attention_layers_of(llm), torch.float32, [])
+        RetrievalCache(level2.attention, level2.cache.policy, 32, None, torch.float32)
     worker, keys = worker_of(llm), TriForceConfig().with_defaults(can_adapt=True).resolve(32)
     draft = worker.triforce
     with pytest.raises(MemoryError, match=r"8 windows of 376 tokens needs .*max_speculating_seqs"):

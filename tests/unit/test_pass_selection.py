@@ -1,6 +1,8 @@
 """Promise: a request's own newest settled token selects, and no draft that level 2 tests; the first
 block and the recent ones are read beside what is selected."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,6 @@ from vllm_triforce.cache.pass_selection import (
     may_select,
 )
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
-from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.selection import POLICIES
 
@@ -26,19 +27,23 @@ def cache_of(policy: str, most: int = BUDGET, num_blocks: int = BLOCKS) -> Retri
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(LAYERS, num_blocks, HEADS, BLOCK, DIM, generator=generator)
     chosen = POLICIES[policy]()
-    summaries = ChunkSummaries(
-        chosen.summaries,
-        LAYERS,
-        num_blocks,
-        HEADS,
-        DIM,
-        torch.float32,
-        [
-            lambda ids, kind, layer=layer: kind.reduce(keys[layer, ids], 2)
-            for layer in range(LAYERS)
-        ],
+    budget = RetrievalBudget(BUDGET, most, RECENT)
+    return RetrievalCache(attention_over(keys), chosen, BLOCK, budget, torch.float32)
+
+
+def attention_over(keys: torch.Tensor):  # [num_layers, num_blocks, num_kv_heads, block, dim]
+    """Return what the cache needs of level 2's attention."""
+    num_layers, num_blocks, heads, _, dim = keys.shape
+
+    def summarize(summaries, ids) -> None:
+        for kind, kept in summaries.items():
+            for layer in range(num_layers):
+                kept.write(layer, ids, kind.reduce(keys[layer, ids], 2).transpose(0, 1))
+
+    layer = SimpleNamespace(
+        num_kv_heads=heads, head_size=dim, kv_cache=torch.empty(num_blocks, device="meta")
     )
-    return RetrievalCache(summaries, chosen, BLOCK, RetrievalBudget(BUDGET, most, RECENT))
+    return SimpleNamespace(layers=[layer] * num_layers, num_kv_heads=heads, summarize=summarize)
 
 
 def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) -> list[set[int]]:
@@ -49,7 +54,7 @@ def expected_blocks(cache, layer: int, table: np.ndarray, num_full: int, query) 
     for head in range(HEADS):
         grouped = query.unflatten(1, (HEADS, -1))[:, head].flatten(0, 1)[None]
         keys = {
-            kind: values[layer, head, ids][None] for kind, values in cache.summaries.keys.items()
+            kind: kept.dequantize(layer, ids)[head, None] for kind, kept in cache.summaries.items()
         }
         scores = cache.policy.score(grouped, keys, len(ids))
         votes = (scores[0] * DIM**-0.5).softmax(-1).sum(0)
@@ -166,8 +171,7 @@ def test_known_blocks_bring_their_means_along():
     """Requests share the blocks of a cached prefix."""
     cache = cache_of("retrieval")
     updated = []
-    update = cache.summaries.update
-    cache.summaries.update = lambda ids: (updated.append(ids.tolist()), update(ids))
+    cache._attention.summarize = lambda summaries, ids: updated.append(ids.tolist())
     blocks = np.arange(BLOCKS, dtype=np.int32)
     cache.selection("a", blocks, 40 * BLOCK)
     cache.release("a")

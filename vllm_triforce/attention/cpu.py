@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -22,7 +21,7 @@ from vllm_triforce.attention.base import (
 )
 from vllm_triforce.cache.key_layout import probe_key_order
 from vllm_triforce.cache.one_head_blocks import ChunkIds
-from vllm_triforce.cache.summaries import BlockSummaries, QuantizedSummaries
+from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.selection import Summary
 
 # Element types that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
@@ -239,21 +238,23 @@ class CPURetrievalAttention(RetrievalAttention):
     ) -> None:
         ranges = zip(tables, first.tolist(), last.tolist())
         block_ids = torch.cat([table[a:b] for table, a, b in ranges]).to(torch.int64)
-        for kind, kept in summaries.items():
-            for layer, summarize in enumerate(self.block_summaries()):
-                kept.write(layer, block_ids, summarize(block_ids, kind).transpose(0, 1))
+        self.summarize(summaries, block_ids)
 
-    def block_summaries(self) -> BlockSummaries:
-        """Return for each layer a function from block ids [n] and a kind to
-        [n, num_kv_heads, head_dim]."""
-        return [partial(self._summary_of, layer) for layer in self.layers]
+    def summarize(
+        self,
+        summaries: Mapping[Summary, QuantizedSummaries],
+        block_ids: torch.Tensor,  # [n], int64, full blocks
+    ) -> None:
+        for kind, kept in summaries.items():
+            for index, layer in enumerate(self.layers):
+                kept.write(index, block_ids, self._summary_of(layer, block_ids, kind))
 
     def _summary_of(
         self,
         layer,
         block_ids: torch.Tensor,  # [n], int64
         kind: Summary,
-    ) -> torch.Tensor:  # [n, num_kv_heads, head_dim]
+    ) -> torch.Tensor:  # [num_kv_heads, n, head_dim]
         kv_cache = layer.kv_cache
         num_blocks, num_kv_heads, block_size, width = kv_cache.shape
         if self._key_order is None:
@@ -270,7 +271,7 @@ class CPURetrievalAttention(RetrievalAttention):
             keys = keys.unflatten(-1, self._key_order.shape)
         else:
             keys = keys[..., self._key_order]
-        summaries = kind.reduce(keys, -1)
+        summaries = kind.reduce(keys, -1).transpose(0, 1)
         return summaries if fp8 is None else summaries * layer._k_scale_float
 
     def _probe_key_order(self, layer) -> torch.Tensor:

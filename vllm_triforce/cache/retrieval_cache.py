@@ -5,13 +5,16 @@ attends to any subset of blocks by a shortened block table: the first block, the
 then all blocks from the recent ones to the one being written.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_triforce.cache.summaries import ChunkSummaries
+from vllm_triforce.cache.allocation import checked_allocation
+from vllm_triforce.cache.summaries import SCALE_BYTES, QuantizedSummaries
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.selection import SelectionPolicy, Summary
 
@@ -38,21 +41,41 @@ class Selection:
 
 
 class RetrievalCache:
-    """Selections of all speculating requests."""
+    """Selections of all speculating requests, and the summaries of all blocks.
+
+    Args:
+        attention: level 2's (``attention/cpu.py``).
+        dtype: type of the queries.
+    """
 
     def __init__(
         self,
-        summaries: ChunkSummaries,
+        attention: Any,
         policy: SelectionPolicy,
         block_size: int,
         budget: RetrievalBudget,
+        dtype: torch.dtype,
     ) -> None:
-        self.summaries = summaries
         self.policy = policy
         self.block_size = block_size
         self.budget = budget
+        self._attention, self._dtype = attention, dtype
         self._selections: dict[str, Selection] = {}
-        self._is_summarised = np.zeros(summaries.num_blocks, dtype=bool)
+        first = attention.layers[0]
+        num_blocks, cpu = first.kv_cache.shape[0], torch.device("cpu")
+        # Head-major, so that one gather gives the operand of a batched product.
+        shape = len(attention.layers), first.num_kv_heads, num_blocks, first.head_size
+        with checked_allocation(
+            f"level 2's summaries of {num_blocks} blocks",
+            len(policy.summaries) * math.prod(shape[:3]) * (first.head_size + SCALE_BYTES),
+            cpu,
+            "make the KV cache smaller (--kv-cache-memory-bytes, --gpu-memory-utilization, or "
+            "VLLM_CPU_KVCACHE_SPACE on the CPU)",
+        ):
+            self.summaries = {
+                kind: QuantizedSummaries.allocate(shape, cpu) for kind in policy.summaries
+            }
+        self._is_summarised = np.zeros(num_blocks, dtype=bool)
 
     def invalidate_summaries(self, block_ids: list[int]) -> None:
         """Invalidate the summaries of newly allocated blocks, which will be overwritten.
@@ -83,8 +106,8 @@ class RetrievalCache:
         if selection is None or not np.array_equal(selection.full_blocks, full_blocks):
             full_blocks = full_blocks.copy()
             new = full_blocks[~self._is_summarised[full_blocks]]
-            if self.policy.summaries and len(new):
-                self.summaries.update(torch.from_numpy(new.astype(np.int64)))
+            if self.summaries and len(new):
+                self._attention.summarize(self.summaries, torch.from_numpy(new.astype(np.int64)))
                 self._is_summarised[new] = True
             selection = self._selections[request_id] = self._select(full_blocks)
         return selection
@@ -98,7 +121,10 @@ class RetrievalCache:
             return Selection(tail_start, tail_start, full_blocks)
         selection = Selection(budget - recent, tail_start, full_blocks)
         ids = torch.from_numpy(selection.candidates.astype(np.int64))
-        selection.summaries = self.summaries.gather(ids)
+        selection.summaries = {
+            kind: kept.dequantize(slice(None), ids).to(self._dtype)
+            for kind, kept in self.summaries.items()
+        }
         return selection
 
     def block_table(
@@ -119,11 +145,11 @@ class RetrievalCache:
             tail = blocks[selection.tail_start : -(-count // self.block_size)]
             row = np.concatenate([blocks[: selection.num_before_tail], tail]).astype(np.int32)
             rows.append(torch.from_numpy(row))
-        heads = torch.arange(self.summaries.num_kv_heads, dtype=torch.int32)[:, None]
+        heads = torch.arange(self._attention.num_kv_heads, dtype=torch.int32)[:, None]
         # Blocks are head-major.
         one_layer = pad_sequence(rows, batch_first=True)[:, None] * len(heads) + heads
         num_skipped = [(s.tail_start - s.num_before_tail) * self.block_size for s in selections]
         return (
-            one_layer.repeat(self.summaries.num_layers, 1, 1, 1),
+            one_layer.repeat(len(self._attention.layers), 1, 1, 1),
             torch.tensor(num_skipped, dtype=torch.int32),
         )

@@ -1,65 +1,8 @@
-"""Summaries of retrieval chunks by block id (paper, section 4.2: mean keys).
+"""Summaries of retrieval chunks by block id (paper, section 4.2: mean keys)."""
 
-``ChunkSummaries`` has Runner V1's, ``QuantizedSummaries`` Runner V2's, at a byte a number.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-
-from vllm_triforce.selection import Summary
-
-BlockSummaries = Sequence[Callable[[torch.Tensor, Summary], torch.Tensor]]
-"""One function for each layer, from block ids [n] and a kind to [n, num_kv_heads, head_dim]."""
-
-
-class ChunkSummaries:
-    """Summaries of full blocks, one for each kind, layer, KV head and block id.
-
-    Each kind is as large as the KV cache divided by ``2 * block_size``.
-
-    Args:
-        kinds: ``SelectionPolicy.summaries``, maybe empty.
-        num_layers, num_kv_heads, head_dim: sizes of the layers that retrieve.
-        num_blocks: blocks in vLLM's pool.
-        dtype: type of the model.
-        block_summaries: functions of the attention platform.
-    """
-
-    def __init__(
-        self,
-        kinds: Iterable[Summary],
-        num_layers: int,
-        num_blocks: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        block_summaries: BlockSummaries,
-    ) -> None:
-        self.num_layers, self.num_blocks, self.num_kv_heads = num_layers, num_blocks, num_kv_heads
-        # Head-major, so that one gather gives the operand of a batched product.
-        shape = (num_layers, num_kv_heads, num_blocks, head_dim)
-        self.keys = {kind: torch.zeros(shape, dtype=dtype) for kind in kinds}
-        """By kind, [num_layers, num_kv_heads, num_blocks, head_dim]."""
-        self._block_summaries = block_summaries
-
-    def update(
-        self,
-        block_ids: torch.Tensor,  # [n], int64, full blocks
-    ) -> None:
-        """Summarize blocks that became full."""
-        for kind, keys in self.keys.items():
-            for layer, summarize in zip(keys, self._block_summaries):
-                vectors = summarize(block_ids, kind).transpose(0, 1)  # [num_kv_heads, n, head_dim]
-                layer.index_copy_(1, block_ids, vectors.to(layer.dtype))
-
-    def gather(
-        self,
-        block_ids: torch.Tensor,  # [n], int64
-    ) -> dict[Summary, torch.Tensor]:  # by kind [num_layers, num_kv_heads, n, head_dim]
-        return {kind: keys.index_select(2, block_ids) for kind, keys in self.keys.items()}
-
 
 SCALE_BYTES = 4
 """Bytes of the scale of one vector."""
@@ -87,16 +30,19 @@ class QuantizedSummaries:
     def num_bytes(self) -> int:
         return self.values.numel() + SCALE_BYTES * self.scales.numel()
 
-    def dequantize(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-        """Return summaries of blocks on a layer.
+    def dequantize(self, layer: int | slice, blocks: torch.Tensor) -> torch.Tensor:
+        """Return summaries of blocks on a layer, or on a slice of layers.
 
         Args:
             blocks: block ids of any shape, int.
 
         Returns:
-            [num_kv_heads, *blocks.shape, head_dim], float32.
+            [num_kv_heads, *blocks.shape, head_dim], float32, after the axis of a slice.
         """
-        return self.values[layer][:, blocks].float() * self.scales[layer][:, blocks, None]
+        ids, shape = blocks.flatten(), blocks.shape
+        values = self.values[layer].index_select(-2, ids).unflatten(-2, shape)
+        scales = self.scales[layer].index_select(-1, ids).unflatten(-1, shape)
+        return values * scales[..., None]
 
     def write(self, layer: int, blocks: torch.Tensor, vectors: torch.Tensor) -> None:
         """Quantize and store the summaries of blocks of one layer.

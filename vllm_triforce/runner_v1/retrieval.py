@@ -7,10 +7,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_triforce.attention.cpu import CPURetrievalAttention
-from vllm_triforce.cache.allocation import checked_allocation
 from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
-from vllm_triforce.cache.summaries import ChunkSummaries
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.core.kv_groups import KVGroup, group_layers, retrieval_block_size
@@ -176,33 +174,5 @@ def build_level2(
     config = fit_blocks(config, retrieval_block_size(groups))
     attention = CPURetrievalAttention(layers, builder)
     policy = POLICIES[config.policy]()
-    cache = RetrievalCache(
-        allocate_summaries(policy, layers, dtype, attention.block_summaries()),
-        policy,
-        block_size=config.block_size,
-        budget=config.budget,
-    )
+    cache = RetrievalCache(attention, policy, config.block_size, config.budget, dtype)
     return RetrievalLevel(level2_model, groups, attention, cache), config
-
-
-def allocate_summaries(policy, layers: list, dtype, block_summaries) -> ChunkSummaries:
-    """Allocate the summaries that the policy needs."""
-    first = layers[0]
-    num_blocks = first.kv_cache.shape[0]
-    num_keys = len(policy.summaries) * len(layers) * first.num_kv_heads * num_blocks
-    with checked_allocation(
-        f"level 2's summaries of {num_blocks} blocks",
-        num_keys * first.head_size * dtype.itemsize,
-        torch.device("cpu"),
-        "make the KV cache smaller (--kv-cache-memory-bytes, --gpu-memory-utilization, or "
-        "VLLM_CPU_KVCACHE_SPACE on the CPU)",
-    ):
-        return ChunkSummaries(
-            policy.summaries,
-            num_layers=len(layers),
-            num_blocks=num_blocks,
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_size,
-            dtype=dtype,
-            block_summaries=block_summaries,
-        )

@@ -110,11 +110,10 @@ def summary_bytes_per_kv_byte(layers: dict, config: ResolvedConfig, vllm_config)
         return 0.0
     itemsize, cache_itemsize = _itemsizes(vllm_config)
     dim = next(iter(layers.values())).head_size
-    # Runner V1 stores summaries in the model's dtype, V2 in one byte per number. On V1 a request
-    # that selects in passes has a copy of its context's summaries.
     summary = dim + SCALE_BYTES
     if not vllm_config.use_v2_model_runner:
-        summary = 2 * dim * itemsize
+        # A request that selects has a copy of its context's summaries in the model's dtype.
+        summary += dim * itemsize
     return kinds * summary / (2 * config.block_size * dim * cache_itemsize)
 
 
