@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.tensors import some_rows
-from vllm_triforce.cache.key_layout import probe_key_order
+from vllm_triforce.attention.cpu import probe_key_order
 from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.pass_selection import PassSelection
 from vllm_triforce.cache.retrieval_cache import Selection

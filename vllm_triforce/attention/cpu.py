@@ -1,6 +1,6 @@
 """Attention on vLLM's CPU backend (vllm/v1/attention/backends/cpu_attn.py)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -19,13 +19,15 @@ from vllm_triforce.attention.base import (
     metadata_of,
     replace_impl,
 )
-from vllm_triforce.cache.key_layout import probe_key_order
 from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.summaries import QuantizedSummaries
 from vllm_triforce.selection import Summary
 
 # Element types that vLLM's CPU kernels store in a uint8 cache, by kv_cache_dtype.
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+# Integers below this are exact in all dtypes of a KV cache: fp8_e5m2 has 3 bits of significand.
+_CODES = 8
 
 
 @dataclass
@@ -138,6 +140,43 @@ def sequence_rows(
         return None
     rows = torch.arange(sum(lens) * num_kv_heads).view(-1, num_kv_heads)
     return torch.cat([of_request.T.flatten() for of_request in rows.split(lens)])
+
+
+def probe_key_order(
+    write_block: Callable[[torch.Tensor], torch.Tensor],
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # [head_dim, block_size], int64
+    """Find where a block has the numbers of each head dimension, by writing and reading blocks.
+
+    vLLM's CPU kernels store the keys of a block transposed (``vec``), or packed in pairs for
+    matrix units (``amx``). A mean along the wrong axis would silently lower acceptance, so the
+    layout is probed: the kernel writes keys that encode their head dimension, which are read back
+    raw.
+
+    Args:
+        write_block: stores keys [block_size, 1, head_dim] by the kernel and returns the raw block,
+            block_size * head_dim numbers in any shape.
+        dtype: type of the keys that ``write_block`` takes.
+
+    Raises:
+        RuntimeError: the stored block is not a permutation of the keys.
+    """
+    dims, weight = torch.arange(head_dim), 1
+    dim_of_offset = torch.zeros(block_size * head_dim, dtype=torch.int64)
+    while weight < head_dim:
+        codes = dims // weight % _CODES
+        keys = codes.to(dtype).expand(block_size, 1, head_dim).contiguous()
+        dim_of_offset += weight * write_block(keys).reshape(-1).to(torch.int64)
+        weight *= _CODES
+    counts = torch.bincount(dim_of_offset.clamp(0, head_dim), minlength=head_dim + 1)
+    if counts[head_dim] or not bool((counts[:head_dim] == block_size).all()):
+        raise RuntimeError(
+            f"the attention kernel stores blocks of {block_size} keys of {head_dim} numbers "
+            "in a way that TriForce cannot read; use another attention backend"
+        )
+    return torch.argsort(dim_of_offset, stable=True).view(head_dim, block_size)
 
 
 class CPURetrievalAttention(RetrievalAttention):
@@ -297,7 +336,7 @@ class CPURetrievalAttention(RetrievalAttention):
             return key_cache if fp8 is None else key_cache.contiguous().view(fp8).float()
 
         key_dtype = cache_dtype if fp8 is None else self._builder.dtype
-        return probe_key_order(write_block, block_size, head_dim, key_dtype, fp8 is not None)
+        return probe_key_order(write_block, block_size, head_dim, key_dtype)
 
 
 class CPUDraftAttention(DraftAttention):
