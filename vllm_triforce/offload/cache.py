@@ -1,6 +1,5 @@
 """KV cache of an engine whose last layers lie in host memory."""
 
-import time
 import weakref
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_triforce.attention.base import HostLayer
 from vllm_triforce.cache.allocation import checked_allocation
+from vllm_triforce.core.calibration import PassTimer
 from vllm_triforce.core.models import allocate_layers
 from vllm_triforce.metrics.counters import DeviceCounter
 from vllm_triforce.offload.placement import Placement
@@ -49,10 +49,16 @@ class OffloadedCache:
             addresses them.
 
         Raises:
-            ValueError: layers differ in kind, or the layout is not compact by layer and block.
+            ValueError: the layout is not compact by layer and block.
         """
-        tensor = _only_tensor(kv_cache_config, layout)
-        self._spec, self._layout = kv_cache_config.kv_cache_groups[0].kv_cache_spec, layout
+        # All layers have the same spec (``plan_offload()``), so vLLM puts them into one group.
+        (group,), (tensor,) = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
+        if not (layout.is_layer_compact and layout.is_block_compact):
+            raise ValueError(
+                f"kv_offload_gib is not supported with KV cache layout {layout.name}: a layer's "
+                "block is not in one piece. Use VLLM_KV_CACHE_LAYOUT=LBNHC."
+            )
+        self._spec, self._layout = group.kv_cache_spec, layout
         on_device = tensor.layers[: self.placement.num_device_layers]
         self.host_layer_names = tensor.layers[self.placement.num_device_layers :]
 
@@ -86,13 +92,10 @@ class OffloadedCache:
         seq_lens = torch.tensor([num_blocks * host.shape[2]], dtype=torch.int32, device=device)
         counters = torch.zeros(len(DeviceCounter), dtype=torch.int64, device=device)
         layer = HostLayer(host, self._staging, counters, None)
-        for _ in range(2):  # the first time compiles the kernel
-            _synchronize(device)
-            begin = time.perf_counter()
-            layer.stage(tables, seq_lens)
-            _synchronize(device)
-            seconds = time.perf_counter() - begin
-        return num_blocks * page_bytes / seconds
+        timer = PassTimer(1, min)
+        if device.type != "cpu":
+            timer = PassTimer(1, min, torch.accelerator.synchronize)
+        return num_blocks * page_bytes / timer.seconds(layer.stage, tables, seq_lens)
 
     def host_layers(
         self, retrieving: list[str], num_pool_blocks: int, counters: torch.Tensor
@@ -127,21 +130,6 @@ class OffloadedCache:
             name: HostLayer(host, self._staging, counters, pools.get(name))
             for name, host in zip(names, self.hosts)
         }
-
-
-def _only_tensor(kv_cache_config: KVCacheConfig, layout: KVCacheLayout) -> KVCacheTensor:
-    groups, tensors = kv_cache_config.kv_cache_groups, kv_cache_config.kv_cache_tensors
-    if len(groups) != 1 or len(tensors) != 1:
-        raise ValueError(
-            f"kv_offload_gib is not supported with {len(groups)} kinds of KV cache in the target: "
-            "all layers share one staging layer. Use a model with full attention in every layer."
-        )
-    if not (layout.is_layer_compact and layout.is_block_compact):
-        raise ValueError(
-            f"kv_offload_gib is not supported with KV cache layout {layout.name}: a layer's block "
-            "is not in one piece. Use VLLM_KV_CACHE_LAYOUT=LBNHC."
-        )
-    return tensors[0]
 
 
 def _subset(tensor: KVCacheTensor, layer_names: list[str]) -> KVCacheTensor:
@@ -179,8 +167,3 @@ class HostMemory:
             unpin = torch.cuda.cudart().cudaHostUnregister
             weakref.finalize(self, unpin, self._memory.data_ptr())
             self.view = get_accelerator_view_from_cpu_tensor(self._memory)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
