@@ -99,7 +99,7 @@ class VirtualClock:
         return self.truth.draft(len(feed)) + num_read * READ_S
 
     def selection(self, level2, batch) -> float:
-        num_new = sum(not level2.has_selection(name) for name in batch.request_ids)
+        num_new = sum(name not in level2.cache for name in batch.request_ids)
         return num_new * self.context * SELECT_S
 
     def level2_pass(self, level2, batch, proposal, rows, drafts) -> float:

@@ -199,7 +199,7 @@ class Calibration:
         runs = {selects: partial(run, selects) for selects in (True, False)}
         seconds = self._timer.all_seconds(runs)
         for request_id in batch.request_ids:
-            level2.release(request_id)
+            level2.cache.release(request_id)
         return seconds[False] + (seconds[True] - seconds[False]) / TOKENS_PER_SELECTION
 
     def _draft(self, model: DraftSource, num_rows: int) -> float:

@@ -54,10 +54,6 @@ class RetrievalLevel:
         """Invalidate the summaries of blocks that will be overwritten, by KV cache group."""
         self.cache.invalidate_summaries(block_ids[self._sparse_group])
 
-    def has_selection(self, request_id: str) -> bool:
-        """True if chunks were selected for a request before."""
-        return request_id in self.cache
-
     def begin(self, batch: DraftBatch) -> None:
         """Summarize full blocks, and lay out the block tables of the whole proposal."""
         blocks = batch.block_tables[self._sparse_group]
@@ -149,9 +145,6 @@ class RetrievalLevel:
             for layer_name in group.sparse_layer_names + group.dense_layer_names:
                 kv_cache = layers[layer_name].kv_cache
                 kv_cache[ids] = kv_cache[ids].nan_to_num_(0.0, 0.0, 0.0)
-
-    def release(self, request_id: str) -> None:
-        self.cache.release(request_id)
 
 
 def build_level2(

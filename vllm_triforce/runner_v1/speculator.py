@@ -153,7 +153,7 @@ class SpeculatorV1:
         self.controller.release(request_id)
         self.level1.release(request_id)
         if self.level2 is not None:
-            self.level2.release(request_id)
+            self.level2.cache.release(request_id)
 
     def held_requests(self) -> dict[str, int]:
         return {
@@ -173,7 +173,7 @@ class ObserverV1(Observer):
         self._seconds: dict[str, float] = {}
         # A request's first selection reads its whole context, so that this proposal's time
         # predicts no later one's.
-        self._is_first = not all(map(level2.has_selection, batch.request_ids))
+        self._is_first = not all(request_id in level2.cache for request_id in batch.request_ids)
         self.is_typical = not self._is_first
 
     @contextmanager
