@@ -46,9 +46,9 @@ class PlainSteps:
         self._speculative_config = runner.speculative_config
         self._execute_model = swaps.EXECUTE_MODEL.set(runner, self.execute_model)
         self._sample_tokens = swaps.SAMPLE_TOKENS.set(runner, self.sample_tokens)
-        self._last_step: tuple[float, frozenset[str], StepTime, Planned | None] | None = None
-        """Start of the last decode step, its requests, its time, whose seconds are known when the
-        next step begins, and the controller's plan for its drafts."""
+        self._last_step: tuple[float, StepTime, Planned | None] | None = None
+        """Start and time of the last step, if it is timed, and the plan for its drafts. Its seconds
+        are known when the next step begins."""
         self.propose_seconds = 0.0
         """Seconds that the current step spends on its proposal."""
         self.gives_first_token = False
@@ -71,7 +71,7 @@ class PlainSteps:
         has_changed = self._note_changes(scheduler_output)
         last = self._last_step
         # At rest few steps are timed, but the last one with drafts, which ends here, always.
-        if backoff.wants_times or (last is not None and last[2].num_drafts):
+        if backoff.wants_times or (last is not None and last[1].num_drafts):
             self._time_step(scheduler_output, has_changed)
         else:
             self._last_step, self.propose_seconds = None, 0.0
@@ -189,8 +189,8 @@ class PlainSteps:
         planned = self._controller.take_plan()
         if has_changed or not scheduled:
             return
-        if last is not None and last[1] == scheduled.keys():
-            start, _, step, last_planned = last
+        if last is not None:
+            start, step, last_planned = last
             step.seconds = now - start - proposal_seconds
             self._controller.observe_step(step, last_planned)
         cached = scheduler_output.scheduled_cached_reqs
@@ -206,4 +206,4 @@ class PlainSteps:
                 proposal_seconds=proposal_seconds,
                 num_verifying=len(drafts),
             )
-            self._last_step = now, frozenset(cached.req_ids), step, planned
+            self._last_step = now, step, planned
