@@ -114,11 +114,9 @@ class CompleteRejectionSampler(RejectionSampler):
                 logprob_token_ids=None,
                 max_num_logprobs=sampling_metadata.max_num_logprobs or 0,
             )
-        self._vllms_test = swaps.REJECTION_SAMPLE.set(rejection_sampler, self._test)
-        try:
+        self._vllms_test = rejection_sampler.rejection_sample
+        with swaps.REJECTION_SAMPLE.during(rejection_sampler, self._test):
             return super().forward(metadata, draft_probs, logits, sampling_metadata)
-        finally:
-            swaps.REJECTION_SAMPLE.set(rejection_sampler, self._vllms_test)
 
     def _record_and_test(self, *args, **options) -> torch.Tensor:
         draft_token_ids, num_draft_tokens, _, _, draft_probs, target_logits, _, sampling = args
