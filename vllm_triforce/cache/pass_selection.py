@@ -65,7 +65,8 @@ class PassSelection:
         self._max_chunks = max(num_chunks)
         self._is_padded = _places_from(num_chunks)
         """[num_rows, 1, max_chunks]; None where rows have equally many candidates."""
-        self._summaries = _stack([s.summaries for s in by_row.values()], self._max_chunks)
+        summaries = [s.summaries for s in selections if s.summaries is not None]
+        self._summaries = _stack(summaries, self._max_chunks)
         """By kind, [num_layers, num_rows, num_kv_heads, max_chunks, head_dim]."""
         heads = torch.arange(num_kv_heads, dtype=torch.int32)[:, None]
         padded_ids = pad_sequence(block_ids, batch_first=True)

@@ -118,7 +118,7 @@ class RetrievalLevel:
                 sparse = self.attention.build(
                     inputs.query_lens,
                     inputs.seq_lens - skipped,
-                    sparse_tables.flatten(1, 2),
+                    list(sparse_tables.flatten(1, 2)),
                     selection,
                 )
                 metadata |= zip(group.sparse_layer_names, sparse)
