@@ -284,6 +284,7 @@ class CPURetrievalAttention(RetrievalAttention):
         summaries: Mapping[Summary, QuantizedSummaries],
         block_ids: torch.Tensor,  # [n], int64, full blocks
     ) -> None:
+        """Store the summaries of blocks, of each kind and layer."""
         for kind, kept in summaries.items():
             for index, layer in enumerate(self.layers):
                 kept.write(index, block_ids, self._summary_of(layer, block_ids, kind))
