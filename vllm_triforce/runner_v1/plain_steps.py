@@ -51,15 +51,13 @@ class PlainSteps:
         are known when the next step begins."""
         self.propose_seconds = 0.0
         """Seconds that the current step spends on its proposal."""
-        self.gives_first_token = False
-        """True if a request gets its first token in this step."""
+        self.delays_proposals = False
+        """True if this step gives a request its first token, which does not wait for proposals.
+        Those of seeded requests are made, as their samples must not depend on arrivals."""
         self._present: frozenset[str] = frozenset()
         """Requests of the last step. A request may be skipped for some steps without notice."""
-        self._has_seed = False
-        """True if one of them is seeded."""
-        self._prefills: dict[str, tuple[int, bool]] = {}
-        """Number of prompt tokens, and True if it is seeded, of each request without a first
-        token."""
+        self._seeded: set[str] = set()
+        """Those with a seed."""
         tables = runner.input_batch.block_table.block_tables
         self._block_sizes = [table.block_size for table in tables]
 
@@ -77,12 +75,9 @@ class PlainSteps:
             self._last_step, self.propose_seconds = None, 0.0
         if self._on_new_blocks is not None:
             self._announce_new_blocks(scheduler_output, self._on_new_blocks)
-        self.gives_first_token = self._note_prefills(scheduler_output)
-        # A first token does not wait for proposals. Seeded requests propose all the same, since
-        # their samples must not depend on arrivals.
-        is_prefill = (
-            self.gives_first_token and "context" in self._controller.chooses and not self._has_seed
-        )
+        gives_first_token = self._note_prefills(scheduler_output)
+        self.delays_proposals = gives_first_token and bool(self._controller.chooses)
+        is_prefill = self.delays_proposals and not self._seeded
         has_no_room = not scheduler_output.num_spec_tokens_to_schedule
         has_drafts = bool(scheduler_output.scheduled_spec_decode_tokens)
         if not has_drafts and (backoff.is_resting or is_prefill or has_no_room):
@@ -114,8 +109,6 @@ class PlainSteps:
         Returns:
             True if this step's requests differ from the last step's.
         """
-        for request_id in scheduler_output.finished_req_ids:
-            self._prefills.pop(request_id, None)
         present = scheduler_output.num_scheduled_tokens.keys()
         new = {request.req_id: request for request in scheduler_output.scheduled_new_reqs}
         if present == self._present and not new:
@@ -124,14 +117,13 @@ class PlainSteps:
         joined = (present - self._present) | new.keys()
         self._present = frozenset(present)
         requests = self._runner.requests | new
-        seeded = {i for i in present if sampling_seed(requests[i].sampling_params) is not None}
-        self._has_seed = bool(seeded)
-        if joined & seeded:
+        self._seeded = {
+            i for i in present if sampling_seed(requests[i].sampling_params) is not None
+        }
+        if joined & self._seeded:
             self._controller.seeded_request_joined()
         if joined - new.keys():  # resumed requests, whose contexts may be long
             self._controller.requests_joined()
-        for request_id, request in new.items():
-            self._prefills[request_id] = len(request.prompt_token_ids or ()), request_id in seeded
         return True
 
     def _note_prefills(self, scheduler_output) -> bool:
@@ -140,21 +132,21 @@ class PlainSteps:
         Returns:
             True if there are any: their first tokens leave with this step.
         """
-        if not self._prefills:
-            return False
         scheduled = scheduler_output.num_scheduled_tokens
         cached = scheduler_output.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens))
-        computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
-        done = {
-            request_id: has_seed
-            for request_id, (num_prompt_tokens, has_seed) in self._prefills.items()
-            if request_id in scheduled
-            and computed.get(request_id, 0) + scheduled[request_id] >= num_prompt_tokens
-        }
-        for request_id in done:
-            del self._prefills[request_id]
-        if not all(done.values()):
+        prefills = [
+            (request.req_id, request.num_computed_tokens, len(request.prompt_token_ids or ()))
+            for request in scheduler_output.scheduled_new_reqs
+        ]
+        prefills += (
+            (request_id, num_computed, self._runner.requests[request_id].num_prompt_tokens)
+            for request_id, num_computed, num_output in zip(
+                cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens
+            )
+            if not num_output
+        )
+        done = {i for i, computed, num_prompt in prefills if computed + scheduled[i] >= num_prompt}
+        if done - self._seeded:
             self._controller.requests_joined()
         return bool(done)
 

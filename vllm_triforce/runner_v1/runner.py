@@ -256,10 +256,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
 
     def _proposing_rows(self, eligible: list[int]) -> list[int]:
         rows = self._batch.limit_rows(eligible, self._preferred, self.config.max_speculating_seqs)
-        chooses = self.speculator.controller.chooses
-        if rows and chooses and self._steps.gives_first_token:
-            # A first token does not wait for proposals. Seeded requests propose all the same:
-            # their samples must not depend on arrivals.
+        if self._steps.delays_proposals:
             return [row for row in rows if self._batch.has_seed(row)]
         return rows
 
