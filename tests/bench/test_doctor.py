@@ -100,8 +100,8 @@ def test_memory_is_that_of_the_model(capsys, tmp_path):
     memory = found["memory"]
     assert memory["kv_bytes_per_token"] == 3 * 2 * 2 * 32 * 4
     assert memory["weight_bytes"] == pytest.approx(weights, rel=0.02)
-    # A mean key for each block of 32 tokens, whose keys and values are 64, and its copy.
-    assert memory["triforce_share_of_kv"] == pytest.approx(1 / 32)
+    # For each block, of 64 keys and values, a mean key in 8 bits with its scale, and a copy.
+    assert memory["triforce_share_of_kv"] == pytest.approx((32 + 4 + 4 * 32) / (64 * 4 * 32))
 
 
 @pytest.mark.parametrize("kv_bytes", [2, 1], ids=["auto", "fp8"])
