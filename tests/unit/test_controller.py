@@ -439,22 +439,6 @@ def test_ranks_decide_alike_though_their_clocks_differ():
         assert decided[0] == decided[1]
 
 
-@pytest.mark.parametrize("is_slow_for_a_while", [True, False])
-def test_passes_become_faster_with_plain_steps(is_slow_for_a_while):
-    """Passes that took three times as long on a slow machine are tried again on a fast one; those
-    that are slow by themselves are not, however plain steps vary."""
-    model, draw = CostModel(LONG_PAYS), random.Random(1)
-    before, plain_s = model.level2(1, 3), model.full_pass([1], [4000])
-    slow_s = 3 * plain_s if is_slow_for_a_while else plain_s
-    for _ in range(60):
-        model.observe_level2(1, 3, 0, 3 * before)
-        model.observe_step(StepTime(True, [1], [4000], slow_s))
-    for _ in range(200):
-        model.observe_step(StepTime(True, [1], [4000], plain_s * draw.gauss(1, 0.05)))
-    wanted = before if is_slow_for_a_while else 3 * before
-    assert model.level2(1, 3) == pytest.approx(wanted, rel=0.25)
-
-
 @pytest.mark.parametrize("num_drafts", [0, 6])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_pause_is_not_taken_for_a_steps_time(num_drafts, is_known):

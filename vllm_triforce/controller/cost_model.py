@@ -17,8 +17,6 @@ _FORGOTTEN = 1 / 1024  # in a plain step
 _CREDIBLE = 2.0
 # A decision is priced at so many times its own seconds: an allowance for what else it slows down.
 _DECISION_DELAY = 2.0
-# Share of a plain step's time from which on the machine has become faster: beyond noise.
-_MACHINE_IS_FASTER = 0.85
 # Relative error of predictions, before any was compared with a step; and at least, since
 # acceptance is predicted worse than time.
 _FIRST_ERROR, _MIN_ERROR = 0.15, 0.05
@@ -46,8 +44,6 @@ class CostModel:
     """Factor on full passes, below 1 where the machine was slower at start-up."""
     overheads: dict[BatchKey, float] = field(default_factory=dict)
     """Seconds of a plain step beside its full pass, negative where that was measured too slow."""
-    plain_passes: dict[BatchKey, float] = field(default_factory=dict)
-    """Predicted seconds of the full pass of a plain step, a moving average."""
     decision_s: float = 0.0
     """Seconds by which a decision delays a step."""
     speculating: dict[BatchKey, float] = field(default_factory=dict)
@@ -224,13 +220,7 @@ class CostModel:
             # Too long a baseline costs most: it makes everything pay, and then hardly any step is
             # plain. Disturbances make steps slower, never faster.
             weight = _FASTER if old_s is not None and beside_s < old_s else _NEW
-            self.overheads[key] = new_s = _moved(old_s, beside_s, seconds, weight)
-            usual_s = self.plain_passes.get(key, passes_s)
-            self.plain_passes[key] = _moved(usual_s, passes_s, passes_s)
-            # At other contexts an overhead changes because start-up measured these wrong.
-            if old_s is not None and abs(passes_s - usual_s) < 0.2 * usual_s:
-                now_s, before_s = (max(passes_s / 2, passes_s + s) for s in (new_s, old_s))
-                self._shrink_factors(now_s / before_s)
+            self.overheads[key] = _moved(old_s, beside_s, seconds, weight)
             return seconds, seconds
         speculating_s = self.speculating_seconds(num_rows, step.is_greedy)
         plain_s = self.plain_step(step.contexts, num_rows, step.is_greedy)
@@ -244,20 +234,6 @@ class CostModel:
         error = self.error + (relative - self.error) / (_FIRST_WEIGHT + self.num_errors)
         self.error = max(_MIN_ERROR, error)
         return seconds, plain_s
-
-    def _shrink_factors(self, share: float) -> None:
-        """Let passes become faster with plain steps, which now take this share of their time.
-
-        What was learned while the machine was slow would forbid the proposals that correct it.
-        """
-        if share > _MACHINE_IS_FASTER:
-            return
-
-        def shrunk(factor: float) -> float:
-            return min(factor, max(1.0, share * factor))
-
-        self.level1_factor = shrunk(self.level1_factor)
-        self.level2_factors = {n: shrunk(factor) for n, factor in self.level2_factors.items()}
 
 
 def _moved(old: float | None, new: float, max_change: float, weight: float = _NEW) -> float:
