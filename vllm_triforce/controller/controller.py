@@ -223,7 +223,7 @@ class Controller:
         acceptance = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
         drafts_per_round = self.config.gamma if self._whole_rounds else 0
         return build_options(
-            model, candidates, acceptance, lengths, routes, num_plain, max_tokens, drafts_per_round
+            model, candidates, acceptance, lengths, routes, num_plain, drafts_per_round
         )
 
     def choose_draft(

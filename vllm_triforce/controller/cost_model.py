@@ -144,18 +144,20 @@ class CostModel:
     def verification(self, contexts: Sequence[int], num_reqs: int, max_tokens: int) -> np.ndarray:
         """Return the seconds that verifying 0, 1 ... ``max_tokens`` of one request adds to a step.
 
+        It is the request's share where all ``num_reqs`` of the step verify as many.
+
         Args:
             contexts: of each request that drafts.
-            num_reqs: requests in the step.
 
         Returns:
             [len(contexts), max_tokens + 1]
         """
         attention = self.attention_table(contexts, max_tokens + 1)
+        # With a proposal of n tokens the pass has n + 1 of the request; a plain step has the first.
         further_s = attention[:, 1 : max_tokens + 2] - attention[:, 1:2]
-        rows_s = np.array([self.rows(num_reqs + n) for n in range(max_tokens + 1)])
+        rows_s = np.array([self.rows(num_reqs * (n + 1)) for n in range(max_tokens + 1)])
         scale = self.attention_scales(num_reqs, len(contexts))[1]
-        return rows_s - rows_s[0] + scale * further_s
+        return (rows_s - rows_s[0]) / num_reqs + scale * further_s
 
     # Steps, beside their passes.
 

@@ -56,7 +56,6 @@ def build_options(
     lengths: np.ndarray,
     routes: Mapping[Route, SourceTraits | None],
     num_plain: int,
-    max_tokens: int,
     drafts_per_round: int = 0,
 ) -> Options:
     """Build the options of every route and length.
@@ -66,12 +65,14 @@ def build_options(
         lengths: [num_reqs, num_lengths], 0 for a proposal that does not fit.
         routes: in the order of the options' columns; None for ``HIERARCHICAL``.
         num_plain: further requests of the step.
-        max_tokens: of any proposal.
         drafts_per_round: passes of the draft in a round that is made as a whole; 0 where it ends
             with a token.
     """
     count = len(candidates)
-    verify_s = _verify_seconds(model, candidates, lengths, count + num_plain, max_tokens)
+    by_length = model.verification(
+        [c.context for c in candidates], count + num_plain, int(lengths.max(initial=0))
+    )
+    verify_s = np.take_along_axis(by_length, lengths, axis=1)
     round_s = _column(model.round_seconds(count, c.context) / count for c in candidates)
     draft_s = model.draft(count) / count
     match_classes = [
@@ -104,24 +105,6 @@ def build_options(
 
 def _column(values: Iterable) -> np.ndarray:  # [num_reqs, 1]
     return np.array(list(values))[:, None]
-
-
-def _verify_seconds(
-    model: CostModel,
-    candidates: Sequence[Candidate],
-    lengths: np.ndarray,
-    num_reqs: int,
-    max_tokens: int,
-) -> np.ndarray:  # [len(candidates), num_lengths]
-    """Return the seconds that verifying proposals of ``lengths`` adds to a full pass."""
-    # Between all plain and all at full length the full pass is taken for a line.
-    more_s = model.rows(num_reqs * (max_tokens + 1)) - model.rows(num_reqs)
-    token_s = max(0.0, more_s) / (num_reqs * max_tokens)
-    num_tokens = 1 + int(lengths.max(initial=0))
-    attention = model.attention_table([c.context for c in candidates], num_tokens)
-    # With a proposal of n tokens the pass has n + 1 of the request; a plain step has the first.
-    further_s = np.take_along_axis(attention, lengths + 1, axis=1) - attention[:, 1:2]
-    return token_s * lengths + model.attention_scales(num_reqs, len(candidates))[1] * further_s
 
 
 def _expected_tokens(
