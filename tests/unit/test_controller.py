@@ -134,14 +134,15 @@ def test_options_add_up_their_passes(monkeypatch):
     rates[1].round_tokens = 3.0
     routes = {HIERARCHICAL: None, LOOKUP: SOURCES[1], DRAFT: SOURCES[0]}
     lengths = np.array([[1, 4, 0, 7], [1, 4, 16, 0]])
-    options = build_options(model, candidates, rates, lengths, routes, num_plain=1, max_tokens=16)
-    token_s, seen = (model.rows(3 * 17) - model.rows(3)) / (3 * 16), set()
+    options = build_options(model, candidates, rates, lengths, routes, num_plain=1)
+    seen = set()
     for row, column in zip(*np.nonzero(options.is_possible)):
         choice, candidate = options.choice(row, column), candidates[row]
         n = choice.num_tokens
         seen.add((candidate.request_id, choice.route, n))
         attention = model.attention_table([candidate.context], 17)[0]
-        seconds = n * token_s + 0.5 * (attention[n + 1] - attention[1])
+        seconds = (model.rows(3 * (n + 1)) - model.rows(3)) / 3
+        seconds += 0.5 * (attention[n + 1] - attention[1])
         # The match of two tokens grows by each that is accepted, up to the class of eight.
         by_place = {
             HIERARCHICAL: [rates[row].level2] * n,

@@ -168,7 +168,8 @@ class World:
             level2 = truth.level2(len(rows), max(counts) + 1)
             for name, count in zip(rows, counts):
                 kept = accepted(draw, self.draft, count)
-                controller.acceptance.observe_round(name, DRAFT if count else None, 0, count, kept)
+                source = DRAFT if count else None
+                controller.acceptance.observe_rounds(name, source, 0, 1, kept, int(kept < count))
                 made[name] += kept + 1
             drafts = [n for n in counts if n]
             controller.measured.observe_level2(len(rows), max(counts) + 1, 0, level2)

@@ -200,36 +200,31 @@ class Acceptance:
         """Return the estimates of a request, and of the engine for requests like it."""
         return self.of(request_id), self.of_engine(self.is_greedy(request_id))
 
-    def observe_round(
+    def observe_rounds(
         self,
         request_id: str,
         source: str | None,
         match_class: int | None,
-        num_drafted: int,
-        num_accepted: int,
+        num_rounds: int,
+        accepted: int,
+        rejected: int,
     ) -> None:
-        """Learn from level 2's test of a source's tokens; None for no draft."""
+        """Learn from level 2's tests of a source's tokens, in rounds that follow one another.
+
+        Args:
+            source, match_class: None for no draft.
+            rejected: rounds in which level 2 rejected a token.
+        """
         for rates in self.request_and_engine_rates(request_id):
-            rates.add_round(num_accepted + 1)
+            for _ in range(num_rounds):
+                rates.add_round(accepted / num_rounds + 1)
             if source is not None and match_class is not None:
-                rates.add_draft(source, True, match_class, num_drafted, num_accepted)
+                rates.add_draft(source, True, match_class, accepted + (rejected > 0), accepted)
+                for _ in range(rejected - 1):
+                    rates.add_draft(source, True, match_class, 1, 0)
                 self._relate(rates, source, was_direct=False)
             for other in self._with_passes - {source}:
                 rates.of(other, True, 0).fade()
-
-    def observe_rounds(
-        self, request_id: str, source: str | None, num_rounds: int, accepted: int, rejected: int
-    ) -> None:
-        """Learn from a proposal's rounds, in ``rejected`` of which level 2 rejected a token."""
-        for rates in self.request_and_engine_rates(request_id):
-            for _ in range(num_rounds):
-                rates.add_round((accepted + num_rounds) / num_rounds)
-            if source is not None:
-                rate = rates.of(source, True, 0)
-                rate.add(accepted, accepted)
-                for _ in range(rejected):
-                    rate.add(1, 0)
-                self._relate(rates, source, was_direct=False)
 
     def observe_full_pass(
         self,

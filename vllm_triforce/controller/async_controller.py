@@ -269,6 +269,7 @@ class AsyncController:
             self.controller.acceptance.observe_rounds(
                 request_id,
                 self._source_of_levels,
+                0,  # the device alone knows the match
                 outcome.num_rounds,
                 outcome.level1_accepted,
                 outcome.level1_rejected,

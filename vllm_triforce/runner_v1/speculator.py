@@ -191,12 +191,14 @@ class ObserverV1(Observer):
             takes_passes, sources = self._controller.takes_passes, draft.sources
             lengths = list(map(len, draft.token_ids))
             for i, row in enumerate(rows):
-                self._controller.acceptance.observe_round(
+                num_accepted = verified.num_accepted[i]
+                self._controller.acceptance.observe_rounds(
                     self._batch.request_ids[row],
                     sources[i],
                     draft.match_classes[i],
-                    lengths[i],
-                    verified.num_accepted[i],
+                    1,
+                    num_accepted,
+                    int(num_accepted < lengths[i]),
                 )
             if not (self._is_first or draft.reads_window):
                 level2_s = self._seconds["level 2"] + self._seconds["verification"]
