@@ -337,7 +337,7 @@ class Engine:
         # What was kept is released when the next step is planned.
         self.add(Arrival(self.now, 4, 1))
         self.run([])
-        assert len(scheduler._with_slots) <= 1 and len(scheduler._decided_on) <= 1
+        assert len(scheduler._with_slots) <= 1
         if (decisions := scheduler.decisions) is not None:
             assert decisions.controller.num_requests <= 1
-            assert len(decisions._alive) <= 1 and len(decisions._pending) <= 2
+            assert len(decisions._pending) <= 2

@@ -72,8 +72,6 @@ class AsyncController:
         self._pending: dict[int, _Pending] = {}
         self._num_steps = 0
         self._present: set[str] = set()
-        self._alive: set[str] = set()
-        """Requests that have proposed something and not left."""
 
     def decide(
         self, request_ids: Sequence[str], candidate: Callable[[str], Candidate], num_plain: int = 0
@@ -200,7 +198,6 @@ class AsyncController:
             if request_id not in before or before[request_id][0].route != choice.route
         }
         self._pending[number] = _Pending(plan, planned, contexts, untypical, has_seed)
-        self._alive.update(plan)
 
     @property
     def ignores_steps(self) -> bool:
@@ -227,8 +224,9 @@ class AsyncController:
             del self._pending[earlier]  # of a step without an output
         if pending is not None:
             self._learn_seconds(pending, outcomes, proposing_seconds)
+            present = self.controller.acceptance.requests  # without those that have left
             for request_id, (choice, _) in pending.plan.items():
-                if request_id in outcomes and request_id in self._alive:
+                if request_id in outcomes and request_id in present:
                     self._learn(request_id, outcomes[request_id], choice)
         if step is not None and (outcomes or not step.num_drafts):  # else the report was lost
             step = replace(step, has_seed=pending is not None and pending.has_seed)
@@ -286,4 +284,3 @@ class AsyncController:
         """Drop everything that is kept of a request that has left."""
         self.controller.release(request_id)
         self._present.discard(request_id)
-        self._alive.discard(request_id)

@@ -63,7 +63,6 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
         self._num_steps = 0
         # Time and request ids of the last output.
         self._last_time, self._last_ids = 0.0, frozenset[str]()
-        self._decided_on: set[str] = set()
 
     # Before a step.
 
@@ -71,6 +70,9 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
         super()._update_after_schedule(scheduler_output)
         self._disabled &= self.requests.keys()
         self._with_slots &= {request.request_id for request in self.running} - self._disabled
+        if self.decisions is not None:
+            for request_id in scheduler_output.finished_req_ids:
+                self.decisions.release(request_id)
         request_ids = scheduler_output.num_scheduled_tokens
         max_tokens, num_plain = {}, 0
         may_propose = len(request_ids) <= self._config.max_batch
@@ -120,10 +122,6 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
             }
             proposing = {request_id: fixed[length] for request_id, length in max_tokens.items()}
             return StepPlan(number, proposing, tuple(self._disabled))
-        for request_id in self._decided_on - self.requests.keys():
-            self.decisions.release(request_id)
-        self._decided_on &= self.requests.keys()
-        self._decided_on.update(max_tokens)
         number, chosen = self.decisions.decide(
             list(max_tokens),
             lambda request_id: self._candidate(self.requests[request_id], max_tokens[request_id]),
