@@ -39,7 +39,7 @@ from vllm_triforce.controller import (
 from vllm_triforce.controller.acceptance import Rate
 from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.exploration import TRIAL_SHARE
-from vllm_triforce.controller.measurements import BreakEven, interpolate
+from vllm_triforce.controller.measurements import interpolate
 from vllm_triforce.controller.options import build_options
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Route
 from vllm_triforce.runner_v1 import calibration
@@ -303,27 +303,23 @@ def test_a_cost_that_nothing_foretells_is_found(speculating):
 def test_the_break_even_is_of_requests_that_propose():
     """Two of four requests propose, and all wait 15 ms in place of 10: each of the two has to gain
     a whole token."""
-    found = BreakEven()
     step = StepTime(True, [7, 7, 1, 1], [1000] * 4, 0.0, num_drafts=12, num_verifying=2)
-    found.add(step, 0.015, 0.010)
-    sums = found.take()
-    assert sums["speculative_step_seconds"] == pytest.approx(0.040)
-    assert sums.get("plain_step_seconds", 0.0) == pytest.approx(0.020)
+    assert step.break_even(0.015, 0.010) == pytest.approx((0.040, 0.020))
     # A proposal that came to nothing costs time all the same.
-    found.add(StepTime(True, [7], [1000], 0.0, num_drafts=6), 0.015, 0.010)
-    assert found.take() == pytest.approx({"speculative_step_seconds": 0.005})
-    assert not found.take()
+    step = StepTime(True, [7], [1000], 0.0, num_drafts=6)
+    assert step.break_even(0.015, 0.010) == pytest.approx((0.005, 0.0))
 
 
 def test_break_even_counters_rise_where_start_up_was_too_slow():
     """An overhead learned from long contexts is negative, and exceeds a short context's pass."""
-    found = controller(LONG_PAYS)
+    found, counted = controller(LONG_PAYS), []
+    found._count_step = lambda *seconds: counted.extend(seconds)
     for _ in range(40):
         long_s = CostModel(LONG_PAYS).full_pass([1], [100_000])
         found.observe_step(StepTime(True, [1], [100_000], long_s / 2), None)
     found.measured.overheads = {key: -0.02 for key in found.measured.overheads}
     found.observe_step(StepTime(True, [7], [500], 0.014, 6, num_verifying=1), Planned(6, 0.0))
-    assert all(seconds > 0 for seconds in found.break_even.take().values())
+    assert len(counted) == 2 and min(counted) > 0
 
 
 def test_plain_steps_that_became_faster_are_noticed():

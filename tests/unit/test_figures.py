@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 
 from vllm_triforce.core.messages import RequestReport, StepPlan, StepReport, attach_plan
 from vllm_triforce.core.messages import attach_report as send
@@ -44,17 +44,11 @@ class VLLMs:
                     num_accepted=accepted,
                     detailed=self.spec_decode_metrics_level == "detailed",
                 )
-        return stats
+        return {0: EngineCoreOutputs(scheduler_stats=SchedulerStats(spec_decoding_stats=stats))}
 
 
 class Ours(StatsMixin, VLLMs):
     pads_drafts = True
-
-    def update_from_output(self, scheduler_output, model_runner_output):
-        self.start_counting(scheduler_output, model_runner_output)
-        stats = super().update_from_output(scheduler_output, model_runner_output)
-        self.remove_padding()
-        return stats
 
     def step(self, number: int, accepted: dict[str, int], report=None, invalid=None, waiting=()):
         """Return vLLM's figures of one step."""
@@ -73,7 +67,8 @@ class Ours(StatsMixin, VLLMs):
         if report is not None:
             proposed = {name: RequestReport(count, 1, 0, 0) for name, count in report[1].items()}
             send(result, lambda: StepReport(report[0], proposed))
-        return self.update_from_output(output, result)
+        outputs = self.update_from_output(output, result)
+        return outputs[0].scheduler_stats.spec_decoding_stats
 
     def steps_of(self, name: str) -> list[tuple[int, int]]:
         """Return drafted and accepted tokens, by step."""

@@ -17,7 +17,7 @@ from vllm_triforce.controller.acceptance import Acceptance, Rates
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.lengths import DraftLengths, FixedLengths
-from vllm_triforce.controller.measurements import BreakEven, StepTime
+from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import StepCosts, best_alone, plan, unshared_seconds
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, SourceTraits
@@ -44,6 +44,7 @@ class Controller:
         sources: of level 1's tokens; the first is used where nothing is chosen.
         whole_rounds: True if the number of rounds is planned; else a round follows while tokens
             are missing.
+        count_step: adds seconds to the counters of the break-even (``StepTime.break_even()``).
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Controller:
         sources: Sequence[SourceTraits],
         whole_rounds: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        count_step: Callable[[float, float], None] = lambda *_: None,
     ) -> None:
         self.config = config
         # Sources that take no passes win where others gain the same.
@@ -71,7 +73,6 @@ class Controller:
         self.stop_rules = StopRules(config, self.acceptance)
         self.exploration = Exploration(config.max_slowdown, self._fixed)
         self.backoff, self.trials = self.exploration.backoff, self.exploration.trials
-        self.break_even = BreakEven()
         self.planned: Planned | None = None
         self.is_steady = False
         """True if the newest decision is the best plan, without trials, probes and seeds."""
@@ -79,6 +80,7 @@ class Controller:
         """Each request's newest choice."""
         self.num_decisions = self._num_held_steps = 0
         self.clock = clock
+        self._count_step = count_step
 
     def takes_passes(self, source: str) -> bool:
         """True if a source drafts by passes of the draft model."""
@@ -313,7 +315,7 @@ class Controller:
             step.planned_seconds = planned.seconds
         seconds, plain_s = self.measured.observe_step(step)
         if step.num_drafts and self.measured.overheads:
-            self.break_even.add(step, seconds, plain_s)
+            self._count_step(*step.break_even(seconds, plain_s))
 
     def take_plan(self) -> Planned | None:
         """Return the expected cost of the proposals that are verified next, once."""

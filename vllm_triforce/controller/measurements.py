@@ -139,27 +139,13 @@ class StepTime:
     has_seed: bool = False
     """True if a request has a seed."""
 
+    def break_even(self, seconds: float, plain_s: float) -> tuple[float, float]:
+        """Return the seconds of the step, and of a plain one, that its break-even compares.
 
-@dataclass
-class BreakEven:
-    """Seconds of steps, summed over the requests whose proposals they verified.
-
-    In a step of ``n`` requests, ``m`` of them with a proposal, that takes ``T`` seconds in place of
-    ``plain``, speculation pays if the ``m`` requests gain as much as all ``n`` wait: from
-    ``1 + n / m * (T / plain - 1)`` tokens a step. The ratio of the sums is the mean of this.
-    """
-
-    speculative_step_seconds: float = 0.0
-    plain_step_seconds: float = 0.0
-
-    def add(self, step: StepTime, seconds: float, plain_s: float) -> None:
-        at_least = step.num_verifying * plain_s
-        waited = len(step.tokens) * (seconds - plain_s)
-        self.speculative_step_seconds += max(0.0, at_least + waited)
-        self.plain_step_seconds += at_least
-
-    def take(self) -> dict[str, Any]:
-        """Return the sums by their fields of ``LevelCounters``, if any, and begin again."""
-        sums = {name: value for name, value in vars(self).items() if value}
-        self.speculative_step_seconds = self.plain_step_seconds = 0.0
-        return sums
+        In a step of ``n`` requests, ``m`` of them with a proposal, that takes ``T`` seconds in
+        place of ``plain``, speculation pays if the ``m`` requests gain as much as all ``n`` wait:
+        from ``1 + n / m * (T / plain - 1)`` tokens a step. The ratio of sums is the mean of this.
+        """
+        at_least = self.num_verifying * plain_s
+        waited = len(self.tokens) * (seconds - plain_s)
+        return max(0.0, at_least + waited), at_least

@@ -143,11 +143,9 @@ class LevelCounters:
     def add_time(self, part: str, seconds: float) -> None:
         self.time_seconds[part] = self.time_seconds.get(part, 0.0) + seconds
 
-    def add_step_seconds(
-        self, speculative_step_seconds: float = 0.0, plain_step_seconds: float = 0.0
-    ) -> None:
-        self.speculative_step_seconds += speculative_step_seconds
-        self.plain_step_seconds += plain_step_seconds
+    def add_step_seconds(self, speculative_s: float, plain_s: float) -> None:
+        self.speculative_step_seconds += speculative_s
+        self.plain_step_seconds += plain_s
 
     def add_inner_round(self, drafted: list[list[int]], num_accepted: list[int]) -> None:
         """Count a pass of level 2 that verified these drafts."""

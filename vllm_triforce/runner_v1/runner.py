@@ -139,7 +139,8 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         draft = getattr(self, "model", None)
         parts = SourceParts(vllm_config, self.config, draft, self.draft_layers)
         sources = [SOURCES[name].build(parts) for name in config.sources]
-        controller = Controller(config, [source.traits() for source in sources])
+        traits = [source.traits() for source in sources]
+        controller = Controller(config, traits, count_step=self.counters.add_step_seconds)
         replica = vllm_config.parallel_config.data_parallel_index
         return SpeculatorV1(
             Level1(sources, controller, model_config.get_vocab_size()),

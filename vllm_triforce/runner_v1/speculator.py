@@ -59,7 +59,6 @@ class SpeculatorV1:
             self._propose_by_levels(batch, proposal, rows, [choices[r].num_tokens for r in rows])
         self._propose_directly(batch, proposal, candidates, choices, matches)
         self.counters.num_nan_requests = self.disabled_requests.num_disabled
-        self.counters.add_step_seconds(**self.controller.break_even.take())
         self.counters.num_direct_proposals += sum(
             bool(token_ids) and choice.route != HIERARCHICAL
             for token_ids, choice in zip(proposal.token_ids, choices)

@@ -27,19 +27,16 @@ _OUTCOMES = (
 
 
 class StatsMixin(SchedulerBase):
-    """Mixin for vLLM's schedulers: counts outcomes of full passes as vLLM does, without padding.
-
-    ``update_from_output()`` calls ``start_counting()`` before vLLM's, ``send_counts()`` after it.
-    """
+    """Mixin for vLLM's schedulers: counts outcomes of full passes as vLLM does, without padding."""
 
     pads_drafts = False
     """True if drafts of a step may be padding. If a step's report is missing, vLLM's counts stand.
     """
-    _outcomes: LevelCounters | None = None
-    """Outcomes of the current step; None without drafts."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self.step_counts = LevelCounters()
+        """Counts of the current step."""
         self._unverified: dict[str, int] = {}
         """Proposed tokens of requests that have not been scheduled since, by request id."""
         self._verified: dict[str, int] = {}
@@ -47,15 +44,21 @@ class StatsMixin(SchedulerBase):
         self._recounts: list[tuple[Any, tuple[int, int], tuple[int, int]]] = []
         """Requests' metrics with drafted and accepted tokens: vLLM's, and those without padding."""
 
-    def start_counting(self, scheduler_output, model_runner_output) -> None:
-        """Drop the worker's counts of the step, and note the tokens that it verified."""
-        self._outcomes = None
+    def update_from_output(self, scheduler_output, model_runner_output):
+        # The worker's counts of the step are replaced.
         if sent := carrier.attached(model_runner_output):
             for name in _OUTCOMES:
                 sent.pop(name, None)
         if self.pads_drafts:
             self._verified, self._recounts = {}, []
             self._note_verified(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        added = {name: n for name, n in carrier.flatten(self.step_counts).items() if n}
+        self.step_counts = LevelCounters()
+        carrier.put(outputs, added)
+        self._remove_padding()
+        send_request_metrics(self, outputs)
+        return outputs
 
     def _note_verified(self, scheduler_output, model_runner_output) -> None:
         plan, report = plan_of(scheduler_output), report_of(model_runner_output)
@@ -98,9 +101,7 @@ class StatsMixin(SchedulerBase):
                 self._recounts.append((metrics, counted, (num_valid, num_accepted_tokens)))
             if num_valid <= 0:
                 return spec_decoding_stats
-        if self._outcomes is None:
-            self._outcomes = LevelCounters()
-        self._outcomes.add_full_pass(num_valid, num_accepted_tokens)
+        self.step_counts.add_full_pass(num_valid, num_accepted_tokens)
         return super().make_spec_decoding_stats(
             spec_decoding_stats,
             num_draft_tokens,
@@ -109,14 +110,7 @@ class StatsMixin(SchedulerBase):
             request_id,
         )
 
-    def send_counts(self, outputs) -> None:
-        """Send the outcomes of ``make_spec_decoding_stats()``, and requests' corrected metrics."""
-        if self._outcomes is not None:
-            carrier.put(outputs, {name: getattr(self._outcomes, name) for name in _OUTCOMES})
-        self.remove_padding()
-        send_request_metrics(self, outputs)
-
-    def remove_padding(self) -> None:
+    def _remove_padding(self) -> None:
         """Count the step again in metrics of requests, whose outputs hold the same objects."""
         is_detailed = self.spec_decode_metrics_level == "detailed"
         for metrics, (padded, emitted), (drafted, accepted) in self._recounts:

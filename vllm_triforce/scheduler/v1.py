@@ -49,9 +49,7 @@ class TriForceScheduler(LookaheadMixin, PrefixCacheMixin, StatsMixin, GrammarMas
             )
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        self.start_counting(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.send_counts(outputs)
         message = drafts_of(model_runner_output)
         self.has_drafts_of_step = message is not None
         if message is not None:

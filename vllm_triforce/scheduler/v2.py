@@ -32,8 +32,6 @@ from vllm_triforce.core.messages import (
     plan_of,
     report_of,
 )
-from vllm_triforce.metrics import carrier
-from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
 from vllm_triforce.scheduler.stats import StatsMixin
@@ -57,7 +55,13 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
         if config.adaptive_keys:
             traits = [SOURCES[source].traits() for source in config.sources]
             self.decisions = AsyncController(
-                Controller(config, traits, whole_rounds=True, clock=lambda: self.clock()),
+                Controller(
+                    config,
+                    traits,
+                    whole_rounds=True,
+                    clock=lambda: self.clock(),
+                    count_step=lambda *seconds: self.step_counts.add_step_seconds(*seconds),
+                ),
                 config.sources[0],
             )
         self._num_steps = 0
@@ -193,13 +197,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
 
     def update_from_output(self, scheduler_output, model_runner_output):
         self._learn_from_report(scheduler_output, model_runner_output)
-        self.start_counting(scheduler_output, model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.send_counts(outputs)
-        if self.decisions is not None and (sums := self.decisions.controller.break_even.take()):
-            added = carrier.flatten(LevelCounters(**sums))
-            carrier.put(outputs, {name: added[name] for name in sums})
-        return outputs
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _learn_from_report(self, scheduler_output, model_runner_output) -> None:
         """Pass the outcomes and the time of a step to the controller."""
