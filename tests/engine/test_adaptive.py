@@ -60,7 +60,8 @@ class Dice:
         self.decided[route] += 1
         if route == PLAIN_ROUTE:
             return PLAIN
-        return Choice(route, self.draw.randint(1, candidate.max_tokens), match_class)
+        num_tokens = self.draw.randint(1, candidate.max_tokens)
+        return Choice(route, num_tokens, match_class=match_class)
 
     def choose_draft(self, request_id, has_seed, match_classes, num_rows, most):
         source = self.draw.choice([None, *self._sources, *self._sources])

@@ -3,8 +3,7 @@
 import random
 from collections.abc import Mapping
 
-from vllm_triforce.controller.routes import HIERARCHICAL
-from vllm_triforce.core.messages import RequestPlan
+from vllm_triforce.controller.routes import HIERARCHICAL, Choice
 
 
 class Dice:
@@ -22,7 +21,7 @@ class Dice:
         self._routes = [HIERARCHICAL, HIERARCHICAL, *sources]
         self._draw = random.Random(seed)
 
-    def proposing(self, able: Mapping[str, int]) -> dict[str, RequestPlan]:
+    def proposing(self, able: Mapping[str, int]) -> dict[str, Choice]:
         """Each request proposes nothing, or some tokens by some route, in some rounds that may be
         too few.
 
@@ -31,7 +30,7 @@ class Dice:
         """
         draw = self._draw
         return {
-            name: RequestPlan(draw.choice(self._routes), draw.randint(1, most), draw.randint(1, 4))
+            name: Choice(draw.choice(self._routes), draw.randint(1, most), draw.randint(1, 4))
             for name, most in able.items()
             if draw.random() < 0.8
         }

@@ -8,9 +8,9 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunne
 
 from tests.simulation.world import World
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.controller.routes import HIERARCHICAL
+from vllm_triforce.controller.routes import HIERARCHICAL, Choice
 from vllm_triforce.core.limits import decodes_plainly, room_for_proposal
-from vllm_triforce.core.messages import RequestPlan, blocks_kept, plan_of
+from vllm_triforce.core.messages import blocks_kept, plan_of
 from vllm_triforce.runner_v2.reports import Reports
 
 TOKEN, STOP = 7, 3
@@ -208,7 +208,7 @@ class Worker:
         if plan is None:
             return 0.0
         assert plan.proposing.keys() <= emitting, "planned for requests that cannot propose"
-        by_route: dict[str, dict[str, RequestPlan]] = {}
+        by_route: dict[str, dict[str, Choice]] = {}
         for name, its in plan.proposing.items():
             state = self._states[name]
             assert 0 < its.num_tokens <= self.config.num_speculative_tokens and its.num_rounds > 0
@@ -219,7 +219,7 @@ class Worker:
         assert len(self._slots) <= self.config.max_speculating_seqs, "more than have slots"
         return sum(self._go(route, plans) for route, plans in by_route.items())
 
-    def _go(self, route: str, plans: dict[str, RequestPlan]) -> float:
+    def _go(self, route: str, plans: dict[str, Choice]) -> float:
         """What the requests of a route propose, and what that takes."""
         machine, gamma, rows = self.world.machine, self.config.gamma, []
         rounds = max(its.num_rounds for its in plans.values())
@@ -249,7 +249,7 @@ class Worker:
         self._reports.add_time(route, 0.0, seconds)
         return seconds
 
-    def _levels(self, name: str, most: int, its: RequestPlan) -> tuple[int, int, int, int]:
+    def _levels(self, name: str, most: int, its: Choice) -> tuple[int, int, int, int]:
         gamma = self.config.gamma
         text = self.world.text.of(name)
         length = rounds = right = wrong = 0

@@ -90,7 +90,9 @@ def test_they_count_for_level_2_alone():
     """A match goes on after a rejected token as if nothing had happened."""
     acceptance = Acceptance([SourceTraits("lookup", (0.5,))])
     before = acceptance.greedy.of("lookup", False, 0).value
-    acceptance.observe_full_pass("a", Choice("lookup", 4, 0), 4, 0, [0.0, 1.0, 1.0, 1.0])
+    acceptance.observe_full_pass(
+        "a", Choice("lookup", 4, match_class=0), 4, 0, [0.0, 1.0, 1.0, 1.0]
+    )
     assert acceptance.greedy.of("lookup", False, 0).value < before
     before = acceptance.greedy.level2.value
     acceptance.observe_full_pass("a", Choice(HIERARCHICAL, 8), 8, 0, [0.0] + 7 * [1.0])

@@ -360,7 +360,7 @@ def test_where_a_full_pass_is_dear_proposals_are_as_long_as_they_may_be(level2, 
 
 def test_given_values_are_not_chosen():
     found = controller(NOTHING_PAYS, num_speculative_tokens=5, gamma=3, min_context=0)
-    assert found.choose([Candidate("a", 10, 5)]) == [Choice(HIERARCHICAL, 5)]
+    assert found.choose([Candidate("a", 10, 5)]) == [Choice(HIERARCHICAL, 5, 3)]
     assert found.choose_draft("a", False, matched(4), 1, 4) == (DRAFT, 3)
     by_length = controller(NOTHING_PAYS, num_speculative_tokens=5)
     assert by_length.choose([Candidate("a", 10, 5)]) == [PLAIN]
@@ -384,7 +384,7 @@ def test_a_seeded_request_does_not_depend_on_times():
             found.add((one.choose([seeded])[0], one.choose_draft("a", True, matched(5), 1, 15)))
             one.observe_full_pass("a", 6, 0)
             one.observe_step(StepTime(True, [7], [20_000], 1.0, 6), one.take_plan())
-    assert found == {(Choice(HIERARCHICAL, 6), (DRAFT, 2))}
+    assert found == {(Choice(HIERARCHICAL, 6, 3), (DRAFT, 2))}
     assert one.choose([Candidate("b", 8000, 16, has_seed=True)]) == [PLAIN]  # below twice 4096
     given = controller(LONG_PAYS, gamma=3)
     assert given.choose_draft("a", True, matched(5), 1, 15) == (DRAFT, 3), "not changed"

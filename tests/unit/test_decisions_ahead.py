@@ -61,8 +61,8 @@ def steady(made: AsyncController, clock: Clock, names: list[str], candidate) -> 
 def end_step(made: AsyncController, number: int, plan: dict) -> None:
     """Report that everything proposed by ``plan`` was accepted."""
     outcomes = {}
-    for name, (choice, rounds) in plan.items():
-        outcomes[name] = Outcome(*[choice.num_tokens] * 3, rounds, 2, 0)
+    for name, choice in plan.items():
+        outcomes[name] = Outcome(*[choice.num_tokens] * 3, choice.num_rounds, 2, 0)
     made.on_step_end(number, outcomes, {}, None)
 
 
@@ -78,11 +78,11 @@ def test_a_decision_that_holds_is_for_those_that_are_still_there():
     most["c"] = 2
     _, then = made.decide(["a", "c", "d"], candidate)
     assert then.keys() == {"a", "c"} and then["a"] == first["a"]
-    assert then["c"] == (dataclasses.replace(first["c"][0], num_tokens=2), first["c"][1])
+    assert then["c"] == dataclasses.replace(first["c"], num_tokens=2)
     # Who has a seed waits for nothing.
     seeded = Candidate("s", 100_000, 12, has_seed=True)
     _, then = made.decide(["a", "s"], lambda name: seeded if name == "s" else candidate(name))
-    assert then["s"] == (Choice(HIERARCHICAL, 6), 3)
+    assert then["s"] == Choice(HIERARCHICAL, 6, 3)
     clock.now += 1.0
     assert made.decide(["d"], candidate)[1].keys() == {"d"}
 
@@ -145,7 +145,7 @@ def test_what_was_lost_under_way_begins_no_second_wait(num_lost, num_steps):
 def test_rounds_are_learned_whatever_start_up_said_of_the_draft(draft_s):
     """Nothing but rounds, two a step, of 6 ms each."""
     made = decisions(dataclasses.replace(MHA_ON_GPU, draft=draft_s))
-    plan = {"a": (Choice(HIERARCHICAL, 6), 2)}
+    plan = {"a": Choice(HIERARCHICAL, 6, 2)}
     outcomes = {"a": Outcome(6, 6, 6, 2, 2, 0)}
     for number in range(100):
         made._add_pending(number, plan, None, {"a": 100_000})
@@ -158,8 +158,8 @@ def test_rounds_are_learned_whatever_start_up_said_of_the_draft(draft_s):
 def test_proposals_are_longer_than_their_rounds_on_average(most):
     made = decisions(MHA_ON_GPU)
     candidate = Candidate("a", 100_000, most)
-    choice, rounds = made.decide(["a"], lambda name: candidate)[1]["a"]
-    mean = made.controller.acceptance.of("a").round_tokens * rounds
+    choice = made.decide(["a"], lambda name: candidate)[1]["a"]
+    mean = made.controller.acceptance.of("a").round_tokens * choice.num_rounds
     assert choice.route == HIERARCHICAL and min(most, mean) <= choice.num_tokens <= most
     assert choice.num_tokens > mean or choice.num_tokens == most
 
@@ -169,7 +169,7 @@ def test_nothing_is_proposed_before_passes_are_measured():
     only = Candidate("a", 100_000, 12)
     assert made.decide(["a"], lambda name: only) == (0, {})
     seeded = Candidate("a", 100_000, 12, has_seed=True)
-    assert made.decide(["a"], lambda name: seeded)[1] == {"a": (Choice(HIERARCHICAL, 6), 3)}
+    assert made.decide(["a"], lambda name: seeded)[1] == {"a": Choice(HIERARCHICAL, 6, 3)}
     made.controller.start(CostModel(MHA_ON_GPU))
     assert set(made.decide(["a"], lambda name: only)[1]) == {"a"}
 
@@ -179,5 +179,5 @@ def test_seeded_proposals_depend_on_nothing_learned(level2):
     made = decisions(MHA_ON_GPU)
     made.controller.acceptance.sampled.level2 = Rate(level2, weight=500, memory=1000)
     seeded = Candidate("seeded", 100_000, 12, has_seed=True, is_greedy=False)
-    choice, rounds = made.decide(["seeded"], lambda name: seeded)[1]["seeded"]
-    assert choice == Choice(HIERARCHICAL, 6) and rounds == 3
+    choice = made.decide(["seeded"], lambda name: seeded)[1]["seeded"]
+    assert choice == Choice(HIERARCHICAL, 6, 3)

@@ -46,6 +46,7 @@ def drawn(draw: random.Random, is_shared: bool) -> tuple[Options, dict[str, floa
         is_possible=by_option([1] * len(ROUTES)) < 0.9,
         routes=ROUTES,
         match_classes=[{}] * NUM_REQS,
+        num_rounds=passes,
         passes=passes,
         shared_s=shared,
     )
@@ -104,6 +105,6 @@ def test_a_gain_below_the_margin_is_not_taken():
     """Options of one request, which make no passes."""
     each = [np.array([numbers]) for numbers in ([4, 8, 2], [3.9, 4.1, 1.5], [0.1] * 3)]
     nothing = np.zeros((1, 3))
-    options = Options(*each, nothing == 0, [LOOKUP] * 3, [{}], nothing, nothing)
+    options = Options(*each, nothing == 0, nothing, nothing, nothing, [LOOKUP] * 3, [{}])
     assert plan(options, step_costs(1.0, error=0.1)).options.tolist() == [1]
     assert plan(options, step_costs(1.0, error=5.0)).is_plain

@@ -18,9 +18,8 @@ from tests.unit.test_level2_model import model_config
 from tests.unit.worlds import LONG_PAYS
 from vllm_triforce.config import checks
 from vllm_triforce.controller.async_controller import Outcome
-from vllm_triforce.controller.routes import HIERARCHICAL
+from vllm_triforce.controller.routes import HIERARCHICAL, Choice
 from vllm_triforce.core.messages import (
-    RequestPlan,
     RequestReport,
     StepPlan,
     StepReport,
@@ -32,10 +31,10 @@ from vllm_triforce.runner_v2.reports import Reports
 from vllm_triforce.scheduler.v2 import _outcomes
 from vllm_triforce.vllm_patches.engine_args import _read_keys
 
-ALL = RequestPlan(HIERARCHICAL, 6, 3)
+ALL = Choice(HIERARCHICAL, 6, 3)
 
 
-def plans(its, num_steps: int = 1, **how) -> list[dict[str, RequestPlan]]:
+def plans(its, num_steps: int = 1, **how) -> list[dict[str, Choice]]:
     """Return what the next steps plan."""
     return [dict(plan_of(step(its, **how)).proposing) for _ in range(num_steps)]
 
@@ -77,7 +76,7 @@ def test_nothing_is_proposed_beyond_the_end():
     for num_known in range(10):
         (found,) = plans(its)
         length = min(6, 12 - num_known - 2)
-        assert found["one"] == found["greedy"] == RequestPlan(HIERARCHICAL, length, -(-length // 2))
+        assert found["one"] == found["greedy"] == Choice(HIERARCHICAL, length, -(-length // 2))
         assert found["seeded"] == ALL
     assert plans(its)[0].keys() == {"seeded"}
 

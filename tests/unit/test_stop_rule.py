@@ -92,7 +92,7 @@ def test_only_the_first_token_of_an_ended_draft_says_how_good_the_source_is(chos
         for top_prob in (0.4, 0.99, 0.99):
             ended.classes[0].append(3 if top_prob < 0.5 else 7)
         found.on_draft_end([candidate], [2], ended, num_passes=3)
-        found.observe_full_pass("a", 3, 0, Choice(DRAFT, 2, 0))
+        found.observe_full_pass("a", 3, 0, Choice(DRAFT, 2, match_class=0))
     rates = found.acceptance.sampled
     assert rates.of(DRAFT, False, 0).value < 0.1
     (classes,) = found.rule_for_direct_draft(DRAFT, [candidate], 0).rates
@@ -118,7 +118,7 @@ def test_drafts_that_end_before_their_first_token_count(chosen):
     found, candidate = chosen
     for _ in range(10):
         found.choose([candidate])
-        found._chosen["a"] = Choice(DRAFT, 2, 0)
+        found._chosen["a"] = Choice(DRAFT, 2, match_class=0)
         ended = found.rule_for_direct_draft(DRAFT, [candidate], 0)
         found.on_draft_end([candidate], [2], ended, num_passes=1)
     assert found.acceptance.sampled.of(DRAFT, False, 0).value < 0.3

@@ -10,14 +10,13 @@ from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
-from vllm_triforce.controller.acceptance import ROUND_PRIOR
 from vllm_triforce.controller.controller import Controller, Planned
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN, Choice
 
-Plans = dict[str, tuple[Choice, int]]
-"""Choice and number of rounds, by request that proposes."""
+Plans = dict[str, Choice]
+"""By request that proposes."""
 
 # Deciding may take this share of the time: a decision holds for longer, but not beyond so long.
 _DECIDING_SHARE, _MAX_HOLD_S = 0.05, 0.25
@@ -120,65 +119,43 @@ class AsyncController:
         return number, plan
 
     def _plan(self, candidates: Sequence[Candidate], num_plain: int) -> Plans:
-        choices = self.controller.choose(list(candidates), num_plain)
-        rounds = [self._num_rounds(c, choice) for c, choice in zip(candidates, choices)]
-        # Requests share rounds: one that lacks tokens drafts while another has rounds left.
-        shared = max(
-            (n for n, choice in zip(rounds, choices) if choice.route == HIERARCHICAL), default=0
-        )
-        choices = self._extend_to_shared_rounds(candidates, choices, shared)
-        return {
-            c.request_id: (choice, n if c.has_seed or choice.route != HIERARCHICAL else shared)
-            for c, choice, n in zip(candidates, choices, rounds)
-            if choice is not PLAIN
-        }
+        """Choose proposals; those by levels 1 and 2 take part in all rounds, and are lengthened.
 
-    def _extend_to_shared_rounds(
-        self, candidates: Sequence[Candidate], choices: list[Choice], num_rounds: int
-    ) -> list[Choice]:
-        """Lengthen proposals by levels 1 and 2 that take part in ``num_rounds``.
-
-        Plan above the mean: the rounds run anyway, and an unused place costs one token of the full
-        pass.
+        Requests share rounds: one that lacks tokens drafts while another has rounds left. Plan
+        above the mean: the rounds run anyway, and an unused place costs one token of the full pass.
         """
         controller = self.controller
-        if controller.planned is None or not num_rounds:
-            return choices
+        choices = controller.choose(list(candidates), num_plain)
+        shared = max((c.num_rounds for c in choices if c.route == HIERARCHICAL), default=0)
+        num_more = 0 if controller.planned is None else (shared + 1) // 2
         extended = []
         for candidate, choice in zip(candidates, choices):
             if choice.route == HIERARCHICAL and not candidate.has_seed:
                 longest = min(candidate.max_tokens, controller.config.num_speculative_tokens)
-                num_tokens = min(longest, choice.num_tokens + (num_rounds + 1) // 2)
-                choice = replace(choice, num_tokens=num_tokens)
+                num_tokens = min(longest, choice.num_tokens + num_more)
+                choice = replace(choice, num_tokens=num_tokens, num_rounds=shared)
             extended.append(choice)
-        contexts = [candidate.context for candidate in candidates]
-        before, after = ([1 + c.num_tokens for c in some] for some in (choices, extended))
-        full_pass = controller.model.full_pass
-        seconds = full_pass(after, contexts) - full_pass(before, contexts)
-        controller.add_to_plan(sum(after) - sum(before), seconds)
-        return extended
-
-    def _num_rounds(self, candidate: Candidate, choice: Choice) -> int:
-        """Return the mean number of rounds of a proposal."""
-        if choice.route != HIERARCHICAL:
-            return -(-choice.num_tokens // self.controller.config.gamma)
-        round_tokens = ROUND_PRIOR
-        if not candidate.has_seed:  # whose samples must not depend on learned acceptance
-            rates = self.controller.acceptance.of(candidate.request_id, candidate.is_greedy)
-            round_tokens = max(1.0, rates.round_tokens)
-        return max(1, round(choice.num_tokens / round_tokens))
+        if num_more:
+            contexts = [candidate.context for candidate in candidates]
+            before, after = ([1 + c.num_tokens for c in some] for some in (choices, extended))
+            full_pass = controller.model.full_pass
+            seconds = full_pass(after, contexts) - full_pass(before, contexts)
+            controller.add_to_plan(sum(after) - sum(before), seconds)
+        return {
+            c.request_id: choice for c, choice in zip(candidates, extended) if choice is not PLAIN
+        }
 
     def _repeat(self, number: int, held: _Held, candidate: Callable[[str], Candidate]) -> Plans:
         """Repeat a decision for the requests that are still there, as far as they have room."""
         plan, contexts, is_same = {}, {}, self._present == held.request_ids
-        for request_id, (choice, num_rounds) in held.plan.items():
+        for request_id, choice in held.plan.items():
             if request_id not in self._present:
                 continue
             described = candidate(request_id)
             contexts[request_id] = described.context
             if choice.num_tokens > described.max_tokens:
                 choice, is_same = replace(choice, num_tokens=described.max_tokens), False
-            plan[request_id] = choice, num_rounds
+            plan[request_id] = choice
         if plan:
             self._add_pending(number, plan, held.planned if is_same else None, contexts)
         return plan
@@ -194,8 +171,8 @@ class AsyncController:
         before = self._pending[number - 1].plan if number - 1 in self._pending else {}
         untypical = {
             request_id
-            for request_id, (choice, _) in plan.items()
-            if request_id not in before or before[request_id][0].route != choice.route
+            for request_id, choice in plan.items()
+            if request_id not in before or before[request_id].route != choice.route
         }
         self._pending[number] = _Pending(plan, planned, contexts, untypical, has_seed)
 
@@ -225,7 +202,7 @@ class AsyncController:
         if pending is not None:
             self._learn_seconds(pending, outcomes, proposing_seconds)
             present = self.controller.acceptance.requests  # without those that have left
-            for request_id, (choice, _) in pending.plan.items():
+            for request_id, choice in pending.plan.items():
                 if request_id in outcomes and request_id in present:
                     self._learn(request_id, outcomes[request_id], choice)
         if step is not None and (outcomes or not step.num_drafts):  # else the report was lost
@@ -244,13 +221,13 @@ class AsyncController:
         for route, taken_s in proposing_seconds.items():
             request_ids = [
                 request_id
-                for request_id, (choice, _) in pending.plan.items()
+                for request_id, choice in pending.plan.items()
                 if choice.route == route and request_id in outcomes
             ]
             if not request_ids or pending.untypical.intersection(request_ids):
                 continue
+            num_rounds = max(pending.plan[request_id].num_rounds for request_id in request_ids)
             if route == HIERARCHICAL and LEVEL2_ALONE not in proposing_seconds:
-                num_rounds = max(pending.plan[request_id][1] for request_id in request_ids)
                 context = fmean(pending.contexts[request_id] for request_id in request_ids)
                 drafts_s = costs.drafts_per_round * costs.draft(len(request_ids))
                 round_s = taken_s / num_rounds
@@ -258,8 +235,7 @@ class AsyncController:
                     costs.observe_level1(drafts_s, round_s)
                 costs.observe_level2(len(request_ids), 3, context, max(0.0, round_s - drafts_s))
             elif self.controller.takes_passes(route):
-                gamma = self.controller.config.gamma
-                num_passes = gamma * max(pending.plan[request_id][1] for request_id in request_ids)
+                num_passes = num_rounds * self.controller.config.gamma
                 costs.observe_level1(num_passes * costs.draft(len(request_ids)), taken_s)
 
     def _learn(self, request_id: str, outcome: Outcome, choice: Choice) -> None:

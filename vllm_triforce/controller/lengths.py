@@ -6,10 +6,19 @@ import numpy as np
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.keys import FIXED_GAMMA, FIXED_LENGTH
-from vllm_triforce.controller.acceptance import Acceptance, expected_by_length
+from vllm_triforce.controller.acceptance import ROUND_PRIOR, Acceptance, expected_by_length
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, SourceTraits
+
+
+def fixed_choice(config: ResolvedConfig, max_tokens: int, match_class: int | None = None) -> Choice:
+    """Return a proposal of at most ``max_tokens``, one at least, by the configuration alone."""
+    if config.levels == "1,3":
+        num_rounds = -(-max_tokens // config.gamma)
+        return Choice(config.sources[0], max_tokens, num_rounds, match_class)
+    per_round = 1 if config.levels == "2,3" else int(ROUND_PRIOR)
+    return Choice(HIERARCHICAL, max_tokens, -(-max_tokens // per_round))
 
 
 class FixedLengths:
@@ -26,10 +35,8 @@ class FixedLengths:
             length = min(length, FIXED_LENGTH)
         if "context" in choices and self.tokens_until(candidate) > 0:
             return PLAIN
-        if self._config.levels == "1,3":
-            match_class = self._source.match_class(candidate.match_classes)
-            return Choice(self._source.name, length, match_class)
-        return Choice(HIERARCHICAL, length)
+        match_class = self._source.match_class(candidate.match_classes)
+        return fixed_choice(self._config, length, match_class)
 
     def tokens_until(self, candidate: Candidate) -> int:
         """Return the tokens of context before speculation begins where ``min_context`` is chosen;

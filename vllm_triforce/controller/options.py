@@ -36,17 +36,19 @@ class Options:
     tokens: np.ndarray  # expected accepted ones
     seconds: np.ndarray  # passes of a route are shared by all requests
     is_possible: np.ndarray  # bool
-    routes: list[Route]  # [num_options]
-    match_classes: list[dict[Route, int | None]]  # by route, for each request
+    num_rounds: np.ndarray
     passes: np.ndarray  # rounds of levels 1 and 2, or passes of the draft
     shared_s: np.ndarray  # the request's share of these passes, part of ``seconds``
+    routes: list[Route]  # [num_options]
+    match_classes: list[dict[Route, int | None]]  # by route, for each request
 
     def choice(self, row: int, column: int) -> Choice:
         """Return a column's choice, or plain decoding for -1."""
         if column < 0:
             return PLAIN
         route, length = self.routes[column], int(self.lengths[row, column])
-        return Choice(route, length, self.match_classes[row].get(route))
+        num_rounds = int(self.num_rounds[row, column])
+        return Choice(route, length, num_rounds, self.match_classes[row].get(route))
 
 
 def build_options(
@@ -83,23 +85,17 @@ def build_options(
     for route, source in routes.items():
         tokens = _expected_tokens(route, rates, match_classes, lengths)
         is_possible = lengths > 0
-        passes = _passes(source, rates, lengths, drafts_per_round)
+        num_rounds = passes = _num_rounds(source, rates, lengths, drafts_per_round)
         if source is not None:
+            passes = num_rounds * float(source.takes_passes * max(1, drafts_per_round))
             is_possible = is_possible & _column(c[route] is not None for c in match_classes)
         shared_s = passes * (round_s if source is None else draft_s)
-        parts.append((lengths, tokens, verify_s + shared_s, is_possible, passes, shared_s))
-    lengths, tokens, seconds, is_possible, passes, shared_s = (
-        np.concatenate(part, axis=1) for part in zip(*parts)
-    )
+        seconds = verify_s + shared_s
+        parts.append((lengths, tokens, seconds, is_possible, num_rounds, passes, shared_s))
     return Options(
-        lengths,
-        tokens,
-        seconds,
-        is_possible,
-        [route for route in routes for _ in range(parts[0][0].shape[1])],
-        match_classes,
-        passes,
-        shared_s,
+        *(np.concatenate(part, axis=1) for part in zip(*parts)),
+        routes=[route for route in routes for _ in range(lengths.shape[1])],
+        match_classes=match_classes,
     )
 
 
@@ -127,17 +123,14 @@ def _expected_tokens(
     return expected_by_length(np.array(by_place))[np.arange(len(rates))[:, None], lengths]
 
 
-def _passes(
+def _num_rounds(
     source: SourceTraits | None,
     rates: Sequence[Rates],
     lengths: np.ndarray,  # [num_reqs, num_lengths]
     drafts_per_round: int,
 ) -> np.ndarray:  # [num_reqs, num_lengths], float
-    """Count the rounds of a proposal through the levels, or the draft's passes from a source."""
-    if source is None:
-        passes = lengths / np.array([max(1.0, r.round_tokens) for r in rates])[:, None]
-        return np.maximum(passes.round(), 1) if drafts_per_round else passes
-    passes = lengths
-    if drafts_per_round:
-        passes = -(-lengths // drafts_per_round) * drafts_per_round
-    return passes * float(source.takes_passes)
+    """Count the rounds of proposals through the levels, or from a source, on average."""
+    if source is not None:
+        return -(-lengths // max(1, drafts_per_round))
+    num_rounds = lengths / np.array([max(1.0, r.round_tokens) for r in rates])[:, None]
+    return np.maximum(num_rounds.round(), 1) if drafts_per_round else num_rounds

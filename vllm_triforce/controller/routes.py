@@ -15,11 +15,19 @@ LEVEL2_ALONE: Route = "level 2"
 
 @dataclass(frozen=True)
 class Choice:
-    """A proposal of ``num_tokens`` by a route."""
+    """A proposal of at most ``num_tokens`` by a route.
+
+    Args:
+        num_rounds: maximum number of rounds of level 1, on Runner V2. With level 2 each round adds
+            at least one token. A proposal that is still shorter after the last round is verified as
+            it is.
+        match_class: of the source's match; None by ``HIERARCHICAL``.
+    """
 
     route: Route
     num_tokens: int
-    match_class: int | None = None  # of the source's match; None by ``HIERARCHICAL``
+    num_rounds: int = 0
+    match_class: int | None = None
 
 
 PLAIN = Choice(PLAIN_ROUTE, 0)

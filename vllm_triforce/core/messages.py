@@ -18,9 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.controller.acceptance import ROUND_PRIOR
-from vllm_triforce.controller.routes import HIERARCHICAL
+from vllm_triforce.controller.routes import Choice
 from vllm_triforce.metrics.carrier import set_on_result
 
 # Attributes of vLLM's SchedulerOutput.
@@ -32,35 +30,11 @@ _DRAFTS = "triforce_drafts"
 
 
 @dataclass(frozen=True)
-class RequestPlan:
-    """A request's proposal, as planned.
-
-    Args:
-        route: levels that the proposal passes (``controller/routes.py``).
-        num_tokens: maximum length of the proposal.
-        num_rounds: maximum number of rounds of level 1. With level 2 each round adds at least one
-            token. A proposal that is still shorter after the last round is verified as it is.
-    """
-
-    route: str
-    num_tokens: int
-    num_rounds: int
-
-    @classmethod
-    def fixed(cls, config: ResolvedConfig, max_tokens: int) -> "RequestPlan":
-        """Plan a proposal of at most ``max_tokens``, one at least, by the configuration alone."""
-        if config.levels == "1,3":
-            return cls(config.sources[0], max_tokens, -(-max_tokens // config.gamma))
-        per_round = 1 if config.levels == "2,3" else int(ROUND_PRIOR)
-        return cls(HIERARCHICAL, max_tokens, -(-max_tokens // per_round))
-
-
-@dataclass(frozen=True)
 class StepPlan:
     """Plan of one step."""
 
     number: int  # of the step, counted by the scheduler
-    proposing: Mapping[str, RequestPlan]  # by request id; other requests propose nothing
+    proposing: Mapping[str, Choice]  # by request id; other requests propose nothing
     disabled: tuple[str, ...] = ()
     """Requests that are no longer speculated on. Every rank releases their slots."""
 

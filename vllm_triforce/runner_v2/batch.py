@@ -11,8 +11,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.keys import MAX_NUM_SPECULATIVE_TOKENS
+from vllm_triforce.controller.routes import Choice
 from vllm_triforce.core.limits import proposal_limit
-from vllm_triforce.core.messages import RequestPlan
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.rows import Rows, SamplingParameters
 from vllm_triforce.metrics.counters import DeviceCounters
@@ -203,7 +203,7 @@ class BatchReader:
     def read(
         self,
         input_batch,
-        plans: dict[int, RequestPlan],
+        plans: dict[int, Choice],
         num_sampled: torch.Tensor,
         last_sampled: torch.Tensor,
     ) -> BatchV2:

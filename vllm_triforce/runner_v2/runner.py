@@ -16,10 +16,11 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import MODEL_SOURCE
+from vllm_triforce.controller.lengths import fixed_choice
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN_ROUTE
+from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN_ROUTE, Choice
 from vllm_triforce.core.limits import DisabledRequests
-from vllm_triforce.core.messages import RequestPlan, StepPlan, blocks_kept, plan_of
+from vllm_triforce.core.messages import StepPlan, blocks_kept, plan_of
 from vllm_triforce.core.models import states_read, with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.proposals import PAD_TOKEN
@@ -47,7 +48,7 @@ class Routes:
 
     def route_batch(
         self, input_batch, plan: StepPlan | None, max_tokens: int
-    ) -> dict[str, dict[int, RequestPlan]]:
+    ) -> dict[str, dict[int, Choice]]:
         """Group the rows that propose by route, each with its plan.
 
         The result must be the same on all tensor parallel ranks: it may not depend on how far a
@@ -57,7 +58,7 @@ class Routes:
             plan: None if the scheduler makes none: then every eligible request gets a fixed plan.
             max_tokens: limit of a proposal.
         """
-        routes: dict[str, dict[int, RequestPlan]] = {}
+        routes: dict[str, dict[int, Choice]] = {}
         kept_windows, slots = set(), self.built.slots
         num_free = slots.num_free
         for row, request_id, request_plan in self._eligible_rows(input_batch, plan, max_tokens):
@@ -89,14 +90,14 @@ class Routes:
 
     def _eligible_rows(
         self, input_batch, plan: StepPlan | None, max_tokens: int
-    ) -> Iterator[tuple[int, str, RequestPlan]]:
+    ) -> Iterator[tuple[int, str, Choice]]:
         """Yield (row, request id, plan) of rows that decode, are long enough and have a plan.
 
         The host has upper bounds of the lengths; the device checks them again.
         """
         if not max_tokens or (plan is not None and not plan.proposing):
             return
-        fixed = RequestPlan.fixed(self.config, max_tokens)
+        fixed = fixed_choice(self.config, max_tokens)
         num_reqs = input_batch.num_reqs
         scheduled = input_batch.num_scheduled_tokens[:num_reqs]
         num_read = input_batch.num_computed_prefill_tokens_np[:num_reqs] + scheduled

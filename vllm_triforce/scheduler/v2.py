@@ -22,10 +22,10 @@ from vllm_triforce.config import read_config
 from vllm_triforce.config.draft_sources import MODEL_SOURCE, SOURCES
 from vllm_triforce.controller import Candidate, Controller, CostModel, StepTime
 from vllm_triforce.controller.async_controller import AsyncController, Outcome
+from vllm_triforce.controller.lengths import fixed_choice
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.limits import is_greedy, proposal_limit
 from vllm_triforce.core.messages import (
-    RequestPlan,
     StepPlan,
     StepReport,
     attach_plan,
@@ -121,10 +121,10 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
         """
         if self.decisions is None:
             number, self._num_steps = self._num_steps, self._num_steps + 1
-            fixed = {
-                length: RequestPlan.fixed(self._config, length) for length in max_tokens.values()
+            proposing = {
+                request_id: fixed_choice(self._config, length)
+                for request_id, length in max_tokens.items()
             }
-            proposing = {request_id: fixed[length] for request_id, length in max_tokens.items()}
             return StepPlan(number, proposing, tuple(self._disabled))
         number, chosen = self.decisions.decide(
             list(max_tokens),
@@ -133,8 +133,8 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
         )
         reads_prompts = bool(chosen) and self._reads_prompts(scheduled)
         proposing = {
-            request_id: RequestPlan(choice.route, choice.num_tokens, rounds)
-            for request_id, (choice, rounds) in chosen.items()
+            request_id: choice
+            for request_id, choice in chosen.items()
             if choice.route != HIERARCHICAL
             or not reads_prompts
             or has_seed(self.requests[request_id])
