@@ -9,7 +9,7 @@ from tests.simulation.test_invariants import mixed
 from tests.simulation.world import MACHINES, TEXTS, World
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.limits import sampling_seed
-from vllm_triforce.core.messages import plan_of
+from vllm_triforce.core.messages import PLAN
 
 
 @pytest.mark.parametrize("num_tokens, prompt", [(256, 1000), (2048, 2000)])
@@ -43,7 +43,7 @@ def test_what_is_proposed_delays_no_first_token(is_asynchronous):
             its.num_computed_tokens - step.num_scheduled_tokens[name] < its.num_prompt_tokens
             for name, its in requests.items()
         )
-        for name, its in plan_of(step).proposing.items():
+        for name, its in PLAN.of(step).proposing.items():
             request = requests[name]
             assert request.num_computed_tokens > request.num_prompt_tokens + 1
             if sampling_seed(request.sampling_params) is None:

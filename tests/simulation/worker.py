@@ -10,7 +10,7 @@ from tests.simulation.world import World
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.routes import HIERARCHICAL, Choice
 from vllm_triforce.core.limits import decodes_plainly, room_for_proposal
-from vllm_triforce.core.messages import blocks_kept, plan_of
+from vllm_triforce.core.messages import BLOCKS_KEPT, PLAN
 from vllm_triforce.runner_v2.reports import Reports
 
 TOKEN, STOP = 7, 3
@@ -85,7 +85,7 @@ class Worker:
         """Position of the stop token, of requests that emit one."""
 
     def execute(self, step) -> Step:
-        plan = plan_of(step)
+        plan = PLAN.of(step)
         assert (plan is None) == (self.config is None)
         self._reports.begin_step(None if plan is None else plan.number)
         self._hear(step)
@@ -159,7 +159,7 @@ class Worker:
         return self._states[name].blocks
 
     def _hear(self, step) -> None:
-        for name, (count,) in blocks_kept(step).items():
+        for name, (count,) in (BLOCKS_KEPT.of(step) or {}).items():
             if name in self._states:
                 del self._states[name].blocks[count:]
         for name in {*step.finished_req_ids, *(step.preempted_req_ids or ())}:

@@ -5,7 +5,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from tests.simulation.engine import make_scheduler
-from vllm_triforce.core.messages import attach_report
+from vllm_triforce.core.messages import REPORT
 
 TOKEN, STOP, DRAFT = 7, 3, 8
 BLOCK = 16
@@ -53,7 +53,7 @@ def step(its, token: int = TOKEN, num_drafts: int = 32, make_report=None):
     places = {name: place for place, name in enumerate(names)}
     result = ModelRunnerOutput(names, places, sampled_token_ids=sampled)
     if make_report is not None:
-        attach_report(result, lambda: make_report(output.triforce_plan.number))
+        REPORT.attach_later(result, lambda: make_report(output.triforce_plan.number))
     its.update_from_output(output, result)
     drafts = [
         [DRAFT] * min(num_drafts, planned[n].num_tokens if n in planned else 0) for n in names

@@ -9,8 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 
-from vllm_triforce.core.messages import RequestReport, StepPlan, StepReport, attach_plan
-from vllm_triforce.core.messages import attach_report as send
+from vllm_triforce.core.messages import PLAN, REPORT, RequestReport, StepPlan, StepReport
 from vllm_triforce.scheduler.stats import StatsMixin, send_request_metrics
 
 NUM_PLANNED = 6
@@ -56,7 +55,7 @@ class Ours(StatsMixin, VLLMs):
         output.num_scheduled_tokens = dict.fromkeys(accepted, 1 + NUM_PLANNED)
         output.scheduled_spec_decode_tokens = {name: [-1] * NUM_PLANNED for name in accepted}
         output.num_invalid_spec_tokens = invalid
-        attach_plan(output, StepPlan(number, {}))
+        PLAN.attach(output, StepPlan(number, {}))
         for name in [*accepted, *waiting]:
             figures = RequestSpecDecodeMetrics.new(NUM_PLANNED)
             self.requests.setdefault(name, SimpleNamespace(spec_decode_metrics=figures))
@@ -66,7 +65,7 @@ class Ours(StatsMixin, VLLMs):
         )
         if report is not None:
             proposed = {name: RequestReport(count, 1, 0, 0) for name, count in report[1].items()}
-            send(result, lambda: StepReport(report[0], proposed))
+            REPORT.attach_later(result, lambda: StepReport(report[0], proposed))
         outputs = self.update_from_output(output, result)
         return outputs[0].scheduler_stats.spec_decoding_stats
 

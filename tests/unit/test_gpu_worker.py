@@ -297,7 +297,7 @@ def test_proposals_are_warmed_up_before_vllm_watches_for_compilers(has_jit_warmu
     worker._maybe_activate_jit_monitor()
     assert calls == ["warm", "watched"][: 1 + has_jit_warmup]
     counters.num_proposals += 3
-    assert carrier.attached(worker.sample_tokens(None)) == {"num_proposals": 3}
+    assert carrier.INCREMENTS.of(worker.sample_tokens(None)) == {"num_proposals": 3}
 
 
 def test_graphs_are_at_most_a_third_more_than_stock_vllms():

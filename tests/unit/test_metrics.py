@@ -64,7 +64,7 @@ def test_counters_of_several_engines_arrive_once():
     def sent(sender) -> dict[str, int] | None:
         assert sender.attach(EMPTY_MODEL_RUNNER_OUTPUT) is EMPTY_MODEL_RUNNER_OUTPUT
         output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-        return carrier.attached(sender.attach(output))
+        return carrier.INCREMENTS.of(sender.attach(output))
 
     def value(name: str, engine: str, **labels) -> float | None:
         labels |= {"model_name": "m", "engine": engine}

@@ -19,14 +19,7 @@ from tests.unit.worlds import LONG_PAYS
 from vllm_triforce.config import checks
 from vllm_triforce.controller.async_controller import Outcome
 from vllm_triforce.controller.routes import HIERARCHICAL, Choice
-from vllm_triforce.core.messages import (
-    RequestReport,
-    StepPlan,
-    StepReport,
-    attach_plan,
-    plan_of,
-    report_of,
-)
+from vllm_triforce.core.messages import PLAN, REPORT, RequestReport, StepPlan, StepReport
 from vllm_triforce.runner_v2.reports import Reports
 from vllm_triforce.scheduler.v2 import _outcomes
 from vllm_triforce.vllm_patches.engine_args import _read_keys
@@ -36,7 +29,7 @@ ALL = Choice(HIERARCHICAL, 6, 3)
 
 def plans(its, num_steps: int = 1, **how) -> list[dict[str, Choice]]:
     """Return what the next steps plan."""
-    return [dict(plan_of(step(its, **how)).proposing) for _ in range(num_steps)]
+    return [dict(PLAN.of(step(its, **how)).proposing) for _ in range(num_steps)]
 
 
 def test_who_names_tokens_or_asks_for_none_proposes_nothing():
@@ -84,10 +77,10 @@ def test_nothing_is_proposed_beyond_the_end():
 def test_a_plan_goes_where_its_step_goes():
     """vLLM pickles a step for workers in other processes."""
     output = SchedulerOutput.make_empty()
-    assert plan_of(output) is None
+    assert PLAN.of(output) is None
     plan = StepPlan(7, {"a": ALL})
-    attach_plan(output, plan)
-    assert plan_of(pickle.loads(pickle.dumps(output))) == plan
+    PLAN.attach(output, plan)
+    assert PLAN.of(pickle.loads(pickle.dumps(output))) == plan
 
 
 def test_nothing_is_planned_for_disabled_requests():
@@ -100,7 +93,7 @@ def test_nothing_is_planned_for_disabled_requests():
 
     assert plans(its, make_report=disabling)[0].keys() == {"a", "b"}
     for _ in range(2):
-        plan = plan_of(step(its))
+        plan = PLAN.of(step(its))
         assert plan.proposing.keys() == {"b", "c"}, "its slot is another's, for good"
         assert plan.disabled == ("a",), "every rank releases it"
     its.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
@@ -124,25 +117,25 @@ def test_a_report_goes_with_the_output_of_the_step_after():
     reports.begin_step(7)
     reports.add(["a"], outcomes)
     first = SimpleNamespace(req_ids=["a"])
-    assert report_of(reports.attach_to(first)) is None
+    assert REPORT.of(reports.attach_to(first)) is None
     outcomes.zero_()  # the buffer is the next proposal's
     reports.begin_step(8)
     later = SimpleNamespace(req_ids=["a"], get_output=lambda: SimpleNamespace())
     made = reports.attach_to(later).get_output()
-    assert report_of(made) == StepReport(7, {"a": RequestReport(6, 3, 4, 1)})
+    assert REPORT.of(made) == StepReport(7, {"a": RequestReport(6, 3, 4, 1)})
     reports.set_measurements(LONG_PAYS)
     reports.begin_step(8)  # one without tokens: it has no output
     reports.begin_step(9)
-    assert report_of(reports.attach_to(SimpleNamespace(req_ids=["a"]))).measured is LONG_PAYS
+    assert REPORT.of(reports.attach_to(SimpleNamespace(req_ids=["a"]))).measured is LONG_PAYS
     reports.begin_step(None)
     reports.begin_step(None)
     reports.add_disabled(["a"])
     known = SimpleNamespace(req_ids=["a"])
-    assert report_of(reports.attach_to(known)) == StepReport(9, disabled=("a",))
+    assert REPORT.of(reports.attach_to(known)) == StepReport(9, disabled=("a",))
     reports.begin_step(10)
     reports.begin_step(None)
-    assert report_of(reports.attach_to(SimpleNamespace(req_ids=["a"]))) == StepReport(10)
-    assert report_of(reports.attach_to(SimpleNamespace(req_ids=["a"]))) is None
+    assert REPORT.of(reports.attach_to(SimpleNamespace(req_ids=["a"]))) == StepReport(10)
+    assert REPORT.of(reports.attach_to(SimpleNamespace(req_ids=["a"]))) is None
 
 
 @pytest.mark.parametrize(("scheduler_cls", "is_chosen"), [(None, True), ("some.Scheduler", False)])

@@ -19,14 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vllm_triforce.controller.routes import Choice
-from vllm_triforce.metrics.carrier import set_on_result
-
-# Attributes of vLLM's SchedulerOutput.
-_PLAN = "triforce_plan"
-_BLOCKS_KEPT = "triforce_blocks_kept"
-# Attributes of vLLM's ModelRunnerOutput.
-_REPORT = "triforce_report"
-_DRAFTS = "triforce_drafts"
+from vllm_triforce.metrics.carrier import Message
 
 
 @dataclass(frozen=True)
@@ -41,14 +34,6 @@ class StepPlan:
     @property
     def routes(self) -> set[str]:
         return {plan.route for plan in self.proposing.values()}
-
-
-def attach_plan(scheduler_output, plan: StepPlan) -> None:
-    setattr(scheduler_output, _PLAN, plan)
-
-
-def plan_of(scheduler_output) -> StepPlan | None:
-    return getattr(scheduler_output, _PLAN, None)
 
 
 class RequestReport(NamedTuple):
@@ -76,24 +61,6 @@ class StepReport:
     """Requests newly disabled because of NaN logits, in this step or an earlier one."""
 
 
-def attach_report(output, make_report) -> None:
-    """Attach the result of ``make_report()`` to a step's output, when the device has finished."""
-    set_on_result(output, _REPORT, make_report)
-
-
-def report_of(output) -> StepReport | None:
-    return getattr(output, _REPORT, None)
-
-
-def attach_blocks_kept(scheduler_output, num_kept: Mapping[str, tuple[int, ...]]) -> None:
-    setattr(scheduler_output, _BLOCKS_KEPT, num_kept)
-
-
-def blocks_kept(scheduler_output) -> Mapping[str, tuple[int, ...]]:
-    """Return the number of blocks kept, by KV cache group, of requests that gave blocks back."""
-    return getattr(scheduler_output, _BLOCKS_KEPT, {})
-
-
 class StepDrafts(NamedTuple):
     """Drafts of a step on Model Runner V1."""
 
@@ -103,11 +70,10 @@ class StepDrafts(NamedTuple):
     """True if the worker may propose in the next step."""
 
 
-def attach_drafts(output, runner, expects_proposals: bool) -> None:
-    # vLLM's empty output is shared by all steps.
-    if output is not None and getattr(output, "req_ids", None):
-        setattr(output, _DRAFTS, StepDrafts(runner.take_draft_token_ids(), expects_proposals))
-
-
-def drafts_of(output) -> StepDrafts | None:
-    return getattr(output, _DRAFTS, None)
+# Attributes of vLLM's SchedulerOutput.
+PLAN = Message[StepPlan]("triforce_plan")
+BLOCKS_KEPT = Message[Mapping[str, tuple[int, ...]]]("triforce_blocks_kept")
+"""By KV cache group, of requests that gave blocks back."""
+# Attributes of vLLM's ModelRunnerOutput.
+REPORT = Message[StepReport]("triforce_report")
+DRAFTS = Message[StepDrafts]("triforce_drafts")

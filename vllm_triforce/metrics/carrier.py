@@ -15,18 +15,53 @@ machines. A step without speculation carries nothing.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, TypeVar
 
 from vllm_triforce.metrics.counters import COUNTERS, PROPOSE_SECONDS, Counter, LevelCounters
 
-# Attribute of a ModelRunnerOutput.
-_ATTRIBUTE = "triforce_counters"
 # SchedulerStats is decoded by type. This field is a dict that accepts any name. Our entries are
 # removed before vLLM reads it.
 _FIELD = "num_kv_fetch_reqs_by_stage"
 _PREFIX = "triforce:"
 _SECONDS = "seconds:"
 _MICROSECONDS = 1e6
+
+
+T = TypeVar("T")
+
+
+class Message(Generic[T]):
+    """Attribute of one of vLLM's messages."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def attach(self, output, value: T) -> None:
+        setattr(output, self._name, value)
+
+    def attach_later(self, output, make_value: Callable[[], T]) -> None:
+        """Attach the result of ``make_value()`` to a ModelRunnerOutput.
+
+        ``get_output()`` of an asynchronous one calls it, after the device has finished the step.
+        """
+        if not hasattr(output, "get_output"):
+            self.attach(output, make_value())
+            return
+        get_output = output.get_output
+
+        def get_output_with_value():
+            result = get_output()
+            self.attach(result, make_value())
+            return result
+
+        output.get_output = get_output_with_value
+
+    def of(self, output) -> T | None:
+        return getattr(output, self._name, None)
+
+
+INCREMENTS = Message[dict[str, int]]("triforce_counters")
+"""Of a worker's counters, with a ModelRunnerOutput."""
 
 
 def flatten(counters: LevelCounters) -> dict[str, int]:
@@ -56,27 +91,8 @@ class CounterSender:
         now, sent = flatten(self._counters), self._sent
         added = {name: n - sent.get(name, 0) for name, n in now.items() if n != sent.get(name, 0)}
         self._last_numbers, self._sent = numbers, now
-        set_on_result(output, _ATTRIBUTE, lambda: added)
+        INCREMENTS.attach_later(output, lambda: added)
         return output
-
-
-def set_on_result(output, attribute: str, make_value: Callable[[], Any]) -> None:
-    """Set an attribute of a ModelRunnerOutput.
-
-    For an asynchronous output, ``get_output()`` calls ``make_value`` and sets it on the result,
-    after the device has finished the step.
-    """
-    if not hasattr(output, "get_output"):
-        setattr(output, attribute, make_value())
-        return
-    get_output = output.get_output
-
-    def get_output_with_value():
-        result = get_output()
-        setattr(result, attribute, make_value())
-        return result
-
-    output.get_output = get_output_with_value
 
 
 def put(outputs, added: dict[str, int]) -> None:
@@ -93,11 +109,6 @@ def take(stats) -> dict[str, int]:
     carrier = getattr(stats, _FIELD)
     names = [name for name in carrier if name.startswith(_PREFIX)]
     return {name.removeprefix(_PREFIX): carrier.pop(name) for name in names}
-
-
-def attached(output) -> dict[str, int] | None:
-    """Return the increments that a worker attached to its output, or None."""
-    return getattr(output, _ATTRIBUTE, None)
 
 
 class TriForcePrometheus:

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_triforce.controller import Controller, StepTime
 from vllm_triforce.controller.controller import Planned
 from vllm_triforce.core.limits import sampling_seed
-from vllm_triforce.core.messages import blocks_kept
+from vllm_triforce.core.messages import BLOCKS_KEPT
 from vllm_triforce.core.models import states_read
 from vllm_triforce.runner_v1.batch import forget_blocks
 from vllm_triforce.vllm_patches import swaps
@@ -63,7 +63,7 @@ class PlainSteps:
 
     def execute_model(self, scheduler_output, *args, **kwargs):
         """Run a step, as a plain one if nothing will be proposed."""
-        forget_blocks(self._runner, blocks_kept(scheduler_output))
+        forget_blocks(self._runner, BLOCKS_KEPT.of(scheduler_output) or {})
         backoff = self._controller.backoff
         backoff.begin_step()
         has_changed = self._note_changes(scheduler_output)

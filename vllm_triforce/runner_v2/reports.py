@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from vllm_triforce.controller.measurements import Measurements
-from vllm_triforce.core.messages import RequestReport, StepReport, attach_report
+from vllm_triforce.core.messages import REPORT, RequestReport, StepReport
 from vllm_triforce.kernels.proposals import PAD_TOKEN
 
 
@@ -73,7 +73,7 @@ class Reports:
         if output is not None and getattr(output, "req_ids", True) and self._pending is not None:
             # A step without tokens has no output, and the report that it would carry is lost.
             # Measurements and disabled requests are therefore added here.
-            attach_report(output, partial(self._pending, self._measured, self._disabled))
+            REPORT.attach_later(output, partial(self._pending, self._measured, self._disabled))
             self._pending = self._measured = None
             self._disabled = ()
         return output

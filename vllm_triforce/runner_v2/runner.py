@@ -20,7 +20,7 @@ from vllm_triforce.controller.lengths import fixed_choice
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN_ROUTE, Choice
 from vllm_triforce.core.limits import DisabledRequests
-from vllm_triforce.core.messages import StepPlan, blocks_kept, plan_of
+from vllm_triforce.core.messages import BLOCKS_KEPT, PLAN, StepPlan
 from vllm_triforce.core.models import states_read, with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.proposals import PAD_TOKEN
@@ -331,7 +331,7 @@ class RunnerAdapterV2(RunnerAdapter, StandaloneARSpeculator):
     def begin_step(self, scheduler_output) -> None:
         """Begin a step: read its plan, and release the slots of disabled requests."""
         self.take_blocks_back(scheduler_output)
-        self.plan = plan_of(scheduler_output)
+        self.plan = PLAN.of(scheduler_output)
         self.built.context.placeholders.add(scheduler_output.scheduled_new_reqs)
         for request_id in () if self.plan is None else self.plan.disabled:
             self._disabled_requests.disable(request_id, "level 1's or level 2's")
@@ -343,7 +343,7 @@ class RunnerAdapterV2(RunnerAdapter, StandaloneARSpeculator):
     def take_blocks_back(self, scheduler_output) -> None:
         """Remove blocks from block tables that the scheduler has taken back."""
         states, tables = self._runner.req_states.req_id_to_index, self._runner.block_tables
-        for request_id, num_blocks in blocks_kept(scheduler_output).items():
+        for request_id, num_blocks in (BLOCKS_KEPT.of(scheduler_output) or {}).items():
             if request_id in states:
                 tables.num_blocks.np[:, states[request_id]] = num_blocks
 

@@ -30,7 +30,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
 
 from vllm_triforce.core.limits import sampling_seed
-from vllm_triforce.core.messages import attach_blocks_kept
+from vllm_triforce.core.messages import BLOCKS_KEPT
 from vllm_triforce.scheduler import SchedulerBase
 
 
@@ -75,7 +75,7 @@ class LookaheadMixin(SchedulerBase):
         kept = self._make_room()
         output = super().schedule(*args, **kwargs)
         if kept:
-            attach_blocks_kept(output, kept)
+            BLOCKS_KEPT.attach(output, kept)
         return output
 
     def _request_remaining_blocks(self, request) -> int:

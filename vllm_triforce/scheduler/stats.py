@@ -12,7 +12,7 @@ see this, so the scheduler's counts of outcomes replace theirs.
 from dataclasses import replace
 from typing import Any
 
-from vllm_triforce.core.messages import plan_of, report_of
+from vllm_triforce.core.messages import PLAN, REPORT
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.scheduler import SchedulerBase
@@ -46,7 +46,7 @@ class StatsMixin(SchedulerBase):
 
     def update_from_output(self, scheduler_output, model_runner_output):
         # The worker's counts of the step are replaced.
-        if sent := carrier.attached(model_runner_output):
+        if sent := carrier.INCREMENTS.of(model_runner_output):
             for name in _OUTCOMES:
                 sent.pop(name, None)
         if self.pads_drafts:
@@ -61,7 +61,7 @@ class StatsMixin(SchedulerBase):
         return outputs
 
     def _note_verified(self, scheduler_output, model_runner_output) -> None:
-        plan, report = plan_of(scheduler_output), report_of(model_runner_output)
+        plan, report = PLAN.of(scheduler_output), REPORT.of(model_runner_output)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         if not (drafts or self._unverified or (report is not None and report.proposed)):
             return

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.config import read_config
 from vllm_triforce.core.limits import decodes_plainly
-from vllm_triforce.core.messages import drafts_of
+from vllm_triforce.core.messages import DRAFTS
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
 from vllm_triforce.scheduler.stats import StatsMixin
@@ -50,7 +50,7 @@ class TriForceScheduler(LookaheadMixin, PrefixCacheMixin, StatsMixin, GrammarMas
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        message = drafts_of(model_runner_output)
+        message = DRAFTS.of(model_runner_output)
         self.has_drafts_of_step = message is not None
         if message is not None:
             self.expects_proposals = message.expects_proposals

@@ -25,13 +25,7 @@ from vllm_triforce.controller.async_controller import AsyncController, Outcome
 from vllm_triforce.controller.lengths import fixed_choice
 from vllm_triforce.controller.routes import HIERARCHICAL
 from vllm_triforce.core.limits import is_greedy, proposal_limit
-from vllm_triforce.core.messages import (
-    StepPlan,
-    StepReport,
-    attach_plan,
-    plan_of,
-    report_of,
-)
+from vllm_triforce.core.messages import PLAN, REPORT, StepPlan, StepReport
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
 from vllm_triforce.scheduler.stats import StatsMixin
@@ -88,7 +82,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
                 num_plain += 1
         plan = self.plan_step(max_tokens, num_plain, request_ids)
         plan = self._fit_to_room(scheduler_output, plan)
-        attach_plan(scheduler_output, plan)
+        PLAN.attach(scheduler_output, plan)
         for request_id in request_ids:
             request, planned = self.requests[request_id], plan.proposing.get(request_id)
             if request.spec_token_ids:
@@ -201,7 +195,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
 
     def _learn_from_report(self, scheduler_output, model_runner_output) -> None:
         """Pass the outcomes and the time of a step to the controller."""
-        plan, report = plan_of(scheduler_output), report_of(model_runner_output)
+        plan, report = PLAN.of(scheduler_output), REPORT.of(model_runner_output)
         if report is not None:
             self._disabled.update(report.disabled)
         has_tokens = bool(scheduler_output.num_scheduled_tokens)

@@ -17,7 +17,7 @@ _UNTIL = "`SchedulerStats` has a field for out-of-tree figures"
 )
 def _into_scheduler_stats(original, self, scheduler_output, model_runner_output, *args, **kwargs):
     outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
-    if added := carrier.attached(model_runner_output):
+    if added := carrier.INCREMENTS.of(model_runner_output):
         carrier.put(outputs, added)
     return outputs
 

@@ -12,7 +12,7 @@ from vllm_triforce.attention.platforms import attention_for
 from vllm_triforce.config import ResolvedConfig, read_config
 from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.core.kv_groups import recurrent_layers
-from vllm_triforce.core.messages import attach_drafts
+from vllm_triforce.core.messages import DRAFTS, StepDrafts
 from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.memory import (
@@ -191,8 +191,14 @@ class TriForceGPUWorker(Worker):
     def sample_tokens(self, *args, **kwargs):
         output = self.triforce.end_step(super().sample_tokens(*args, **kwargs))
         if self._sends_drafts:
-            attach_drafts(output, self.model_runner, not self.triforce.backoff.rests_next)
+            self._attach_drafts(output)
         return self._with_counters(output)
+
+    def _attach_drafts(self, output) -> None:
+        # vLLM's empty output is shared by all steps.
+        if output is not None and getattr(output, "req_ids", None):
+            drafts = self.model_runner.take_draft_token_ids()
+            DRAFTS.attach(output, StepDrafts(drafts, not self.triforce.backoff.rests_next))
 
     def _with_counters(self, output):
         return output if self._counter_sender is None else self._counter_sender.attach(output)
