@@ -355,22 +355,14 @@ class LookaheadMixin(SchedulerBase):
     def _hit(self, request) -> _Hit:
         """Return a waiting request's newest lookup in the prefix cache.
 
-        vLLM looks a request up in each step in which it could be admitted. Before the first one,
-        this does, without the events of ``KVCacheManager.get_computed_blocks()``.
+        vLLM looks a request up in each step in which it could be admitted. Before the first one
+        nothing is taken to be cached: drafts get less of that step.
         """
-        manager, request_id = self.kv_cache_manager, request.request_id
-        if request.num_computed_tokens:
-            return _Hit(manager.empty_kv_cache_blocks.blocks, request.num_computed_tokens)
-        if request_id not in self._hits:
-            hit = _Hit(manager.empty_kv_cache_blocks.blocks, 0)
-            if manager.prefix_cache_lookup_enabled(request) and self.connector is None:
-                hit = _Hit(
-                    *manager.coordinator.find_longest_cache_hit(
-                        request.block_hashes, request.num_tokens - 1
-                    )[:2]
-                )
-            self._hits[request_id] = hit
-        return self._hits[request_id]
+        hit = self._hits.get(request.request_id)
+        if request.num_computed_tokens or hit is None:
+            empty = self.kv_cache_manager.empty_kv_cache_blocks.blocks
+            return _Hit(empty, request.num_computed_tokens)
+        return hit
 
     def _num_to_admit(self, request, end: int, hit: _Hit) -> int:
         """Count free blocks that vLLM takes to admit a request, cached blocks excluded."""
