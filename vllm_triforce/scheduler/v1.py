@@ -40,13 +40,12 @@ class TriForceScheduler(LookaheadMixin, PrefixCacheMixin, StatsMixin, GrammarMas
         if not proposing:
             return
         needs = self._next_needs()
-        self._lend(scheduler_output, dict.fromkeys(proposing, self.num_spec_tokens), needs)
-        # The next step would cut longer proposals. vLLM has one limit for all requests of a step.
-        num_spare = max(0, self.max_num_scheduled_tokens - needs.num_tokens)
-        if not any(map(has_seed, self.running)):
-            scheduler_output.num_spec_tokens_to_schedule = min(
-                scheduler_output.num_spec_tokens_to_schedule, -(-num_spare // len(proposing))
-            )
+        shares = self._share_tokens(dict.fromkeys(proposing, self.num_spec_tokens), needs)
+        self._lend(scheduler_output, shares, needs)
+        # vLLM has one limit for all requests of a step.
+        scheduler_output.num_spec_tokens_to_schedule = min(
+            scheduler_output.num_spec_tokens_to_schedule, max(shares.values())
+        )
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
