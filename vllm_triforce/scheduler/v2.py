@@ -195,24 +195,21 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
 
     def _learn_from_report(self, scheduler_output, model_runner_output) -> None:
         """Pass the outcomes and the time of a step to the controller."""
-        plan, report = PLAN.of(scheduler_output), REPORT.of(model_runner_output)
-        if report is not None:
-            self._disabled.update(report.disabled)
-        has_tokens = bool(scheduler_output.num_scheduled_tokens)
-        if self.decisions is not None and plan is not None and has_tokens:
-            if report is not None and report.measured is not None:
-                self.decisions.controller.start(CostModel(report.measured))
-            if self.decisions.ignores_steps:
-                self._last_ids = frozenset()  # the next step's time is not known
-                return
-            outcomes: dict[str, Outcome] = {}
-            seconds: Mapping[str, float] = {}
-            if report is not None and report.number == plan.number - 1:
-                drafts = scheduler_output.scheduled_spec_decode_tokens
-                outcomes = _outcomes(report, drafts, model_runner_output)
-                seconds = report.seconds
-            time = self._step_time(scheduler_output, outcomes.values())
-            self.decisions.on_step_end(plan.number, outcomes, seconds, time)
+        plan, report = PLAN.of(scheduler_output), REPORT.of(model_runner_output) or StepReport(-1)
+        self._disabled.update(report.disabled)
+        if self.decisions is None or plan is None or not scheduler_output.num_scheduled_tokens:
+            return
+        if report.measured is not None:
+            self.decisions.controller.start(CostModel(report.measured))
+        if self.decisions.ignores_steps:
+            self._last_ids = frozenset()  # the next step's time is not known
+            return
+        outcomes: dict[str, Outcome] = {}
+        if report.number == plan.number - 1:
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            outcomes = _outcomes(report, drafts, model_runner_output)
+        time = self._step_time(scheduler_output, outcomes.values())
+        self.decisions.on_step_end(plan.number, outcomes, report.seconds, time)
 
     def _step_time(self, scheduler_output, outcomes: Collection[Outcome]) -> StepTime | None:
         """Return the time of a step, whose output has just arrived.
