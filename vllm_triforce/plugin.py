@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -11,8 +12,6 @@ from typing import Any
 _ENGINE_MODULES = ("vllm.engine.arg_utils", "vllm.v1.engine.core")
 
 DOES_NOT_LOAD = "modules of it do not load here"
-
-_has_warned = False
 
 
 def register() -> None:
@@ -127,11 +126,8 @@ def unsupported_reason(only_loaded: bool = False) -> str | None:
     return None
 
 
+@cache
 def _warn_once(reason: str) -> None:
-    global _has_warned
-    if _has_warned:
-        return
-    _has_warned = True
     from vllm.logger import init_logger
 
     from vllm_triforce.config.keys import SUPPORTED_VLLM

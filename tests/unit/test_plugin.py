@@ -91,7 +91,7 @@ def test_inert_unless_asked_for(gqa_pair, tmp_path):
 def test_another_vllm_is_left_alone(monkeypatch, gone, reason):
     """It logs one line with the supported versions, however often vLLM loads its plugins."""
     said = []
-    monkeypatch.setattr(plugin, "_has_warned", False)
+    plugin._warn_once.cache_clear()
     monkeypatch.setattr(Patch, "apply", lambda _: pytest.fail("wraps it"))
     logger = logging.getLogger("vllm.triforce")
     monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
