@@ -66,14 +66,10 @@ class StatsMixin(SchedulerBase):
         if not (drafts or self._unverified or (report is not None and report.proposed)):
             return
         if report is not None:
-            alive = {
-                request_id: n
-                for request_id, n in self._unverified.items()
-                if request_id in self.requests
-            }
-            self._unverified = alive | {
-                request_id: proposal.num_tokens for request_id, proposal in report.proposed.items()
-            }
+            proposed = {request_id: its.num_tokens for request_id, its in report.proposed.items()}
+            self._unverified |= proposed
+            for request_id in self._unverified.keys() - self.requests.keys():
+                del self._unverified[request_id]
         is_last = plan is not None and report is not None and report.number == plan.number - 1
         for request_id in scheduler_output.num_scheduled_tokens:
             # A report leaves out requests without a proposal.
