@@ -41,7 +41,7 @@ def rest_long(llm, monkeypatch) -> None:
     monkeypatch.setattr(exploration_module, "plan", plain)
     controller = controller_of(llm)
     monkeypatch.setattr(controller.trials, "add", lambda *args: False)
-    monkeypatch.setattr(controller.backoff, "next_rest", lambda *args: 128)
+    monkeypatch.setattr(exploration_module, "SHORTEST_REST", 128)
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,8 @@ class Acceptance:
     """
 
     def __init__(self, sources: Sequence[SourceTraits]) -> None:
-        self._with_passes = {source.name for source in sources if source.takes_passes}
+        self.with_passes = {source.name for source in sources if source.takes_passes}
+        """Sources that draft by passes of the draft model."""
         self.greedy = Rates.prior(sources, CAUTION)
         self.sampled = Rates.prior(sources, CAUTION)
         self.requests: dict[str, tuple[Rates, bool]] = {}
@@ -223,7 +224,7 @@ class Acceptance:
                 for _ in range(rejected - 1):
                     rates.add_draft(source, True, match_class, 1, 0)
                 self._relate(rates, source, was_direct=False)
-            for other in self._with_passes - {source}:
+            for other in self.with_passes - {source}:
                 rates.of(other, True, 0).fade()
 
     def observe_full_pass(
@@ -241,7 +242,7 @@ class Acceptance:
                 level 2 and the draft model, whose tokens follow the rejected one. They are too high
                 for prompt lookup, whose match ignores the rejection, so it learns from outcomes.
         """
-        takes_passes = choice.route in self._with_passes
+        takes_passes = choice.route in self.with_passes
         model_probs = probs[:num_drafted] if probs and takes_passes else None
         for rates in self.request_and_engine_rates(request_id):
             if choice.route == HIERARCHICAL:
@@ -253,7 +254,7 @@ class Acceptance:
                 self._relate(rates, choice.route, was_direct=True)
 
     def _relate(self, rates: Rates, source: str, was_direct: bool) -> None:
-        if source in self._with_passes:
+        if source in self.with_passes:
             rates.relate(source, was_direct)
 
     def release(self, request_id: str) -> None:

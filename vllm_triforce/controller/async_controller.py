@@ -234,7 +234,7 @@ class AsyncController:
                 if round_s < drafts_s:  # start-up measured passes of the draft too slow
                     costs.observe_level1(drafts_s, round_s)
                 costs.observe_level2(len(request_ids), 3, context, max(0.0, round_s - drafts_s))
-            elif self.controller.takes_passes(route):
+            elif route in self.controller.acceptance.with_passes:
                 num_passes = num_rounds * self.controller.config.gamma
                 costs.observe_level1(num_passes * costs.draft(len(request_ids)), taken_s)
 

@@ -82,10 +82,6 @@ class Controller:
         self.clock = clock
         self._count_step = count_step
 
-    def takes_passes(self, source: str) -> bool:
-        """True if a source drafts by passes of the draft model."""
-        return any(s.name == source and s.takes_passes for s in self.sources)
-
     @property
     def model(self) -> CostModel:
         """Costs that decisions are made by, the same on every rank.
@@ -335,7 +331,7 @@ class Controller:
     @property
     def num_requests(self) -> int:
         """Number of requests with any state."""
-        return max(len(self._chosen), len(self.acceptance.requests), self.trials.num_requests)
+        return max(map(len, (self._chosen, self.acceptance.requests, self.trials.waiting_since)))
 
     def release(self, request_id: str) -> None:
         self.acceptance.release(request_id)

@@ -194,8 +194,7 @@ class CostModel:
     def observe_decision(self, seconds: float) -> None:
         """Learn from a decision. Disturbances, as its first calls, make it slower, never faster."""
         old, new = self.decision_s or None, _DECISION_DELAY * seconds
-        weight = _FASTER if old is not None and new < old else _NEW
-        self.decision_s = _moved(old, new, 2 * (old or new), weight)
+        self.decision_s = _moved(old, new, 2 * (old or new), _FASTER)
 
     def observe_step(self, step: StepTime) -> tuple[float, float]:
         """Learn the seconds of a step beside its passes.
@@ -221,8 +220,7 @@ class CostModel:
             old_s = self.overheads.get(key)
             # Too long a baseline costs most: it makes everything pay, and then hardly any step is
             # plain. Disturbances make steps slower, never faster.
-            weight = _FASTER if old_s is not None and beside_s < old_s else _NEW
-            self.overheads[key] = _moved(old_s, beside_s, seconds, weight)
+            self.overheads[key] = _moved(old_s, beside_s, seconds, _FASTER)
             return seconds, seconds
         speculating_s = self.speculating_seconds(num_rows, step.is_greedy)
         plain_s = self.plain_step(step.contexts, num_rows, step.is_greedy)
@@ -238,10 +236,15 @@ class CostModel:
         return seconds, plain_s
 
 
-def _moved(old: float | None, new: float, max_change: float, weight: float = _NEW) -> float:
-    """Move an average towards ``new``; a larger change is a disturbance, and is cut."""
+def _moved(old: float | None, new: float, max_change: float, faster: float = _NEW) -> float:
+    """Move an average towards ``new``; a larger change is a disturbance, and is cut.
+
+    Args:
+        faster: weight of ``new`` where it is below the average.
+    """
     if old is None:
         return new
+    weight = faster if new < old else _NEW
     return old + weight * max(-max_change, min(max_change, new - old))
 
 

@@ -52,7 +52,7 @@ class SpeculationBackoff:
         self.step = 0
         self._since = 0
         self._until = 0
-        self._paid_from = 0
+        self.paid_from = 0
         """Step from which on another decision is paid for."""
 
     def begin_step(self) -> None:
@@ -69,16 +69,7 @@ class SpeculationBackoff:
 
     def on_requests_joined(self) -> None:
         """Decide as soon as a decision is paid for, and not in the step that reads a prompt."""
-        self.at_most(max(1, self._paid_from - self.step))
-
-    def next_rest(self, decision_s: float, plain_s: float) -> int:
-        """Return the steps of a rest after a decision to speculate nowhere.
-
-        A decision, which delays the batch by ``decision_s``, takes at most the time of trials.
-        """
-        paid = min(round(decision_s / (TRIAL_SHARE * plain_s)), LONGEST_REST)
-        self._paid_from = self.step + paid
-        return max(SHORTEST_REST, paid)
+        self.at_most(max(1, self.paid_from - self.step))
 
     @property
     def is_resting(self) -> bool:
@@ -108,7 +99,7 @@ class Trials:
         # Seconds that may be spent, and that may be saved.
         self._balance_s, self._max_s = math.inf, 0.0
         self._num_decisions = 0
-        self._waiting_since: dict[str, int] = {}
+        self.waiting_since: dict[str, int] = {}
         """Decision in which a request came, or had its last trial."""
         self._pending: dict[str, tuple[str, float, int, float]] = {}
         """Each request's last trial without an outcome: seconds that were spent, and the requests
@@ -140,7 +131,7 @@ class Trials:
         """
         self._num_decisions += 1
         for candidate in candidates:
-            self._waiting_since.setdefault(candidate.request_id, self._num_decisions)
+            self.waiting_since.setdefault(candidate.request_id, self._num_decisions)
         routes = np.array(options.routes)
         planned_routes = np.where(columns >= 0, routes[columns], "")
         is_trial = options.is_possible & (routes != planned_routes[:, None])
@@ -158,26 +149,32 @@ class Trials:
         share_s = costs.plain_s / num_reqs
         speeds = (1 + optimistic().tokens) / (share_s + options.seconds)
         speeds = np.where(is_trial, speeds, -np.inf)
-        planned = np.flatnonzero(columns >= 0)
-        step_s = costs.plain_s + options.seconds[planned, columns[planned]].sum()
+        is_planned, place = columns >= 0, (np.arange(len(columns)), columns)
+        tokens = np.where(is_planned, options.tokens[place], 0)
+        seconds = np.where(is_planned, options.seconds[place], 0)
+        thresholds = (1 + costs.model.error) * (1 + tokens) / (share_s + seconds)
+        # A trial in a proposal's place costs the tokens that it would have gained, and saves its
+        # seconds.
+        step_share_s = (costs.plain_s + seconds.sum()) / num_reqs
+        lost_s = np.maximum(0, step_share_s * np.log1p(tokens) - seconds)
 
         def turn(row: int) -> tuple[bool, int]:  # requests that decode plainly come first
-            return columns[row] >= 0, self._waiting_since[candidates[row].request_id]
+            return columns[row] >= 0, self.waiting_since[candidates[row].request_id]
 
         num_trials = 0
         for row in sorted(np.flatnonzero(is_trial.any(axis=1)), key=turn):
-            present_speed, lost_s = _present(options, row, columns[row], share_s, step_s / num_reqs)
-            threshold = (1 + costs.model.error) * present_speed
-            if speeds[row].max() <= threshold:
+            if speeds[row].max() <= thresholds[row]:
                 continue  # no trial would pay
-            trial = _short_proposal(options, row, options.routes[speeds[row].argmax()])
+            is_route = options.is_possible[row] & (routes == routes[speeds[row].argmax()])
+            distances = np.abs(options.lengths[row] - _TRIAL_LENGTH)
+            trial = int(np.where(is_route, distances, np.inf).argmin())
             trial_s = share_s + options.seconds[row, trial]
-            if 1 + options.tokens[row, trial] > threshold * trial_s:
+            if 1 + options.tokens[row, trial] > thresholds[row] * trial_s:
                 continue  # it would pay, but others would lose: a trial finds out nothing
             alone = np.full(len(columns), -1)
             alone[row] = trial  # no other request shares its passes
             cost_s = float(options.seconds[row, trial] + unshared_seconds(options, alone, costs))
-            cost_s += lost_s + fixed_s
+            cost_s += lost_s[row] + fixed_s
             if cost_s > self._max_s:
                 continue
             if cost_s > self._balance_s:
@@ -185,7 +182,7 @@ class Trials:
             self._balance_s -= cost_s
             columns[row], fixed_s, num_trials = trial, 0.0, num_trials + 1
             request_id = candidates[row].request_id
-            self._waiting_since[request_id] = self._num_decisions
+            self.waiting_since[request_id] = self._num_decisions
             route = options.choice(row, trial).route
             self._pending[request_id] = route, cost_s, num_reqs, costs.plain_s
         return num_trials > 0
@@ -199,12 +196,8 @@ class Trials:
             _, cost_s, num_reqs, plain_s = self._pending.pop(request_id)
             self._save(min(cost_s, ((1 + num_accepted) ** (1 / num_reqs) - 1) * plain_s))
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._waiting_since)
-
     def release(self, request_id: str) -> None:
-        self._waiting_since.pop(request_id, None)
+        self.waiting_since.pop(request_id, None)
         self._pending.pop(request_id, None)
 
 
@@ -317,34 +310,16 @@ class Exploration:
     def _begin_rest(
         self, candidates: Sequence[Candidate], decision_s: float, plain_s: float
     ) -> int:
-        """Begin a rest, and return its steps."""
-        num_steps = self.backoff.next_rest(decision_s, plain_s)
+        """Begin a rest after a decision to speculate nowhere, and return its steps.
+
+        A decision, which delays the batch by ``decision_s``, takes at most the time of trials.
+        """
+        num_paid = min(round(decision_s / (TRIAL_SHARE * plain_s)), LONGEST_REST)
+        self.backoff.paid_from = self.backoff.step + num_paid
+        num_steps = max(SHORTEST_REST, num_paid)
         for candidate in candidates:
             if candidate.has_seed:  # no rest may delay its speculation
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
         self.trials.earn(num_steps * plain_s, plain_s)
         self.backoff.begin(num_steps)
         return num_steps
-
-
-def _present(
-    options: Options, row: int, column: int, share_s: float, step_share_s: float
-) -> tuple[float, float]:
-    """Return a request's planned tokens a second, and the seconds that it loses without its plan.
-
-    Args:
-        column: planned option, -1 for none.
-        share_s, step_share_s: the request's share of a plain step, and of the planned one.
-    """
-    if column < 0:
-        return 1 / share_s, 0.0
-    tokens, seconds = options.tokens[row, column], options.seconds[row, column]
-    # A trial in its place costs the tokens that it would have gained, and saves its seconds.
-    return (1 + tokens) / (share_s + seconds), max(0.0, step_share_s * np.log1p(tokens) - seconds)
-
-
-def _short_proposal(options: Options, row: int, route: str) -> int:
-    """Return the column of a short proposal by a route."""
-    is_route = np.array([name == route for name in options.routes]) & options.is_possible[row]
-    distances = np.where(is_route, np.abs(options.lengths[row] - _TRIAL_LENGTH), np.inf)
-    return int(distances.argmin())

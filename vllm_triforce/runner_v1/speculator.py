@@ -187,11 +187,11 @@ class ObserverV1(Observer):
         """Count a round; report its acceptance and, if it is typical, its time."""
         self._counters.add_inner_round(draft.token_ids, verified.num_accepted)
         if (costs := self._controller.measured) is not None:
-            takes_passes, sources = self._controller.takes_passes, draft.sources
+            acceptance, sources = self._controller.acceptance, draft.sources
             lengths = list(map(len, draft.token_ids))
             for i, row in enumerate(rows):
                 num_accepted = verified.num_accepted[i]
-                self._controller.acceptance.observe_rounds(
+                acceptance.observe_rounds(
                     self._batch.request_ids[row],
                     sources[i],
                     draft.match_classes[i],
@@ -202,7 +202,7 @@ class ObserverV1(Observer):
             if not (self._is_first or draft.reads_window):
                 level2_s = self._seconds["level 2"] + self._seconds["verification"]
                 costs.observe_level2(len(rows), max(lengths) + 1, 0, level2_s)
-                if num_drafting := sum(takes_passes(name) for name in sources if name):
+                if num_drafting := sum(name in acceptance.with_passes for name in sources):
                     drafts_s = draft.num_passes * costs.draft(num_drafting)
                     costs.observe_level1(drafts_s, self._seconds["level 1"])
         self._is_first = False
