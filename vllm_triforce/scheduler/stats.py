@@ -12,7 +12,7 @@ see this, so the scheduler's counts of outcomes replace theirs.
 from dataclasses import replace
 from typing import Any
 
-from vllm_triforce.core.messages import PLAN, REPORT
+from vllm_triforce.core.messages import PLAN, REPORT, StepReport
 from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.scheduler import SchedulerBase
@@ -61,16 +61,16 @@ class StatsMixin(SchedulerBase):
         return outputs
 
     def _note_verified(self, scheduler_output, model_runner_output) -> None:
-        plan, report = PLAN.of(scheduler_output), REPORT.of(model_runner_output)
+        plan, report = PLAN.of(scheduler_output), REPORT.of(model_runner_output) or StepReport(-2)
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        if not (drafts or self._unverified or (report is not None and report.proposed)):
+        if not (drafts or self._unverified or report.proposed):
             return
-        if report is not None:
-            proposed = {request_id: its.num_tokens for request_id, its in report.proposed.items()}
-            self._unverified |= proposed
-            for request_id in self._unverified.keys() - self.requests.keys():
-                del self._unverified[request_id]
-        is_last = plan is not None and report is not None and report.number == plan.number - 1
+        self._unverified |= {
+            request_id: proposal.num_tokens for request_id, proposal in report.proposed.items()
+        }
+        for request_id in self._unverified.keys() - self.requests.keys():
+            del self._unverified[request_id]
+        is_last = plan is not None and report.number == plan.number - 1
         for request_id in scheduler_output.num_scheduled_tokens:
             # A report leaves out requests without a proposal.
             proposed = self._unverified.pop(request_id, 0 if is_last else None)
