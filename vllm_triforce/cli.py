@@ -22,9 +22,7 @@ class Command:
     module: str
     help: str
     needs: tuple[str, ...] = ()
-    """Modules that ``pip install vllm-triforce`` does not install."""
-    extra: str = ""
-    """Extra that installs them."""
+    """Modules that ``pip install vllm-triforce[bench]`` installs."""
     needs_vllm: bool = True
     takes_more: bool = False
     """True if unknown arguments are allowed; they go to ``args.more``."""
@@ -41,13 +39,11 @@ COMMANDS = {
         "vllm_triforce_bench.bench.command",
         "compare stock vLLM, its own speculative methods and TriForce, interleaved in one run",
         needs=("rich", "pandas", "matplotlib", "scipy"),
-        extra="bench",
     ),
     "lab": Command(
         "vllm_triforce_bench.lab.command",
         "measure how often a sparse cache agrees with the full one, by policy, budget and context",
         needs=("transformers", "rich", "pandas", "matplotlib"),
-        extra="bench",
         needs_vllm=False,
     ),
 }
@@ -90,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     if missing := [name for name in command.needs if not _is_installed(name)]:
         parser.error(
             f"{args.command} needs {', '.join(missing)}, not installed here; "
-            f"pip install 'vllm-triforce[{command.extra}]'"
+            f"pip install 'vllm-triforce[bench]'"
         )
     if command.needs_vllm and not _is_installed("vllm"):
         parser.error(
