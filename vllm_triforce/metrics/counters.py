@@ -198,14 +198,8 @@ class LevelCounters:
         return _share(self.num_level2_accepted, tested)
 
     def to_dict(self) -> dict:
-        return {
-            **asdict(self),
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "break_even_tokens": self.break_even_tokens,
-            "level1_acceptance_rate": self.level1_acceptance_rate,
-            "level2_acceptance_rate": self.level2_acceptance_rate,
-            "level2_acceptance_per_test": self.level2_acceptance_per_test,
-        }
+        rates = [name for name, value in vars(LevelCounters).items() if isinstance(value, property)]
+        return asdict(self) | {name: getattr(self, name) for name in rates}
 
     def plus(self, other: "LevelCounters") -> "LevelCounters":
         return self._combined(other, 1)
