@@ -30,7 +30,8 @@ import torch
 from vllm import LLM, SamplingParams
 
 from tests.inside import controller_of
-from vllm_triforce.controller import Controller, CostModel
+from vllm_triforce.controller import CostModel
+from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.runner_v1 import calibration, plain_steps, runner, speculator
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
@@ -132,7 +133,7 @@ def install(clock: VirtualClock) -> None:
     advance_by(clock, DraftModel, "_forward", clock.draft_pass)
     advance_by(clock, RetrievalLevel, "begin", clock.selection)
     advance_by(clock, RetrievalLevel, "forward", clock.level2_pass)
-    advance_by(clock, Controller, "_choose_columns", clock.decision)
+    advance_by(clock, Exploration, "choose", clock.decision)
     candidate, step_time = speculator.Candidate, plain_steps.StepTime
     speculator.Candidate = lambda name, context, *args: candidate(  # type: ignore
         name, clock.context, *args

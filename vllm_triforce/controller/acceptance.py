@@ -166,9 +166,6 @@ class Rates:
         else:
             direct.prior = CAUTION * through.value * self.level2.value
 
-    def add_round(self, num_tokens: float) -> None:
-        self.round_tokens += (num_tokens - self.round_tokens) / 16
-
 
 class Acceptance:
     """Estimates of all requests, and the engine's, which a new request begins with.
@@ -218,7 +215,7 @@ class Acceptance:
         """
         for rates in self.request_and_engine_rates(request_id):
             for _ in range(num_rounds):
-                rates.add_round(accepted / num_rounds + 1)
+                rates.round_tokens += (accepted / num_rounds + 1 - rates.round_tokens) / 16
             if source is not None and match_class is not None:
                 rates.add_draft(source, True, match_class, accepted + (rejected > 0), accepted)
                 for _ in range(rejected - 1):

@@ -65,7 +65,8 @@ class Controller:
             self._drafts_per_round = config.gamma * sources[0].takes_passes
         self.measured: CostModel | None = None
         """Costs by this rank's clock; None where nothing is chosen."""
-        self._model: CostModel | None = None
+        self.model: CostModel
+        """Costs that decisions are made by, from ``start()`` on; the same on every rank."""
         self.acceptance = Acceptance(sources)
         self._prior_rates = Rates.prior(sources)
         self._fixed = FixedLengths(config, sources[0])
@@ -83,25 +84,14 @@ class Controller:
         self._count_step = count_step
 
     @property
-    def model(self) -> CostModel:
-        """Costs that decisions are made by, the same on every rank.
-
-        Raises:
-            RuntimeError: the costs are not known yet, so ``chooses`` is empty.
-        """
-        if self._model is None:
-            raise RuntimeError("the controller has no costs before start()")
-        return self._model
-
-    @property
     def chooses(self) -> tuple[str, ...]:
         """Keys that are chosen: none before the costs are known."""
-        return self.config.adaptive_keys if self._model is not None else ()
+        return self.config.adaptive_keys if self.measured is not None else ()
 
     @property
     def chooses_source(self) -> bool:
         """True if sources of drafts are chosen: none before the costs are known."""
-        return self.config.chooses_source and self._model is not None
+        return self.config.chooses_source and self.measured is not None
 
     def start(
         self, model: CostModel, adopt: Callable[[CostModel], CostModel] | None = None
@@ -136,51 +126,44 @@ class Controller:
         """Choose the proposals of a step; ``num_plain`` further requests decode plainly."""
         self.planned, self.is_steady = None, False
         choices = [self._fixed.choice(candidate) for candidate in candidates]
-        if self.chooses:
+        if (measured := self.measured) is not None and self.chooses:
             start = self.clock()
             count = self.num_decisions
             is_due = count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count.bit_count() == 1)
-            if self.measured is not None and (self._adopt is None or is_due):
-                self._update_costs(self.measured)
+            if self._adopt is None or is_due:
+                self._update_costs(measured)
             self.num_decisions += 1
             options = self._options(candidates, num_plain)
             costs = self.step_costs(candidates, num_plain)
-            columns = self._choose_columns(candidates, options, costs)
+            if "context" in self.chooses:
+                columns, self.is_steady = self.exploration.choose(
+                    candidates,
+                    options,
+                    lambda: self._options(candidates, num_plain, self._prior_rates),
+                    costs,
+                    measured,
+                    1 + self._num_held_steps,
+                )
+            else:
+                columns = best_alone(options, costs.plain_s / len(candidates))
             for row, (candidate, column) in enumerate(zip(candidates, columns)):
                 # A seeded request's samples depend on its lengths, which must not depend on costs.
                 if not candidate.has_seed:
                     choices[row] = options.choice(row, column)
             if (columns >= 0).sum() == sum(choice is not PLAIN for choice in choices):
                 self.planned = _planned(options, columns, costs)
-            if self.measured is not None:
-                self.measured.observe_decision(self.clock() - start)
+            measured.observe_decision(self.clock() - start)
         self._chosen.update((c.request_id, choice) for c, choice in zip(candidates, choices))
         self._num_held_steps = 0
         return choices
 
     def _update_costs(self, measured: CostModel) -> None:
-        self._model = self._adopt(measured).copy() if self._adopt else measured
-        self._draft_lengths.use_costs(self._model)
+        self.model = self._adopt(measured).copy() if self._adopt else measured
+        self._draft_lengths.use_costs(self.model)
 
     def hold(self) -> None:
         """Count a step that repeats the newest decision."""
         self._num_held_steps += 1
-
-    def _choose_columns(
-        self, candidates: list[Candidate], options: Options, costs: StepCosts
-    ) -> np.ndarray:
-        """Return the column of each request's option, -1 for plain decoding; [num_reqs]."""
-        if "context" not in self.chooses:
-            return best_alone(options, costs.plain_s / len(candidates))
-        columns, self.is_steady = self.exploration.choose(
-            candidates,
-            options,
-            lambda: self._options(candidates, costs.num_plain, self._prior_rates),
-            costs,
-            self.measured,
-            1 + self._num_held_steps,
-        )
-        return columns
 
     def step_costs(self, candidates: Sequence[Candidate], num_plain: int) -> StepCosts:
         """Return the costs of a step beside its proposals.

@@ -217,7 +217,7 @@ class Exploration:
         options: Options,
         optimistic: Callable[[], Options],
         costs: StepCosts,
-        measured: CostModel | None,
+        measured: CostModel,
         num_steps: int,
     ) -> tuple[np.ndarray, bool]:
         """Choose an option for each candidate.
@@ -245,11 +245,10 @@ class Exploration:
         has_trials = self.trials.add(columns, candidates, options, optimistic, costs)
         if (columns < 0).all():
             num_to_rest = self._begin_rest(candidates, costs.model.decision_s, plain_s)
-            if measured is not None:
-                measured.forget_a_little(num_to_rest)
-                if measured.balance_s is not None:
-                    earned_s = self._max_slowdown * num_to_rest * plain_s
-                    self._add_to_balance(measured, earned_s, plain_s)
+            measured.forget_a_little(num_to_rest)
+            if measured.balance_s is not None:
+                earned_s = self._max_slowdown * num_to_rest * plain_s
+                self._add_to_balance(measured, earned_s, plain_s)
         return columns, not (has_trials or has_seed)
 
     # Losses.
