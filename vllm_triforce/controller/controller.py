@@ -114,11 +114,12 @@ class Controller:
         self.backoff.at_most(0)
 
     def requests_joined(self) -> None:
-        """Decide soon: unseeded requests have read their prompts, or have come back."""
-        if "context" in self.chooses:
-            self.backoff.on_requests_joined()
-        else:
-            self.backoff.at_most(0)
+        """Decide soon: unseeded requests have read their prompts, or have come back.
+
+        As soon as a decision is paid for, and not in the step that reads a prompt.
+        """
+        num_steps = max(1, self.backoff.paid_from - self.backoff.step)
+        self.backoff.at_most(num_steps if "context" in self.chooses else 0)
 
     # Decisions.
 

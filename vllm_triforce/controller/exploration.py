@@ -67,10 +67,6 @@ class SpeculationBackoff:
         """Decide in ``num_steps`` at the latest, in this step if it is 0."""
         self._until = min(self._until, self.step + num_steps)
 
-    def on_requests_joined(self) -> None:
-        """Decide as soon as a decision is paid for, and not in the step that reads a prompt."""
-        self.at_most(max(1, self.paid_from - self.step))
-
     @property
     def is_resting(self) -> bool:
         return self.step < self._until
