@@ -9,7 +9,7 @@ from tests.unit.worlds import DRAFT, SOURCES
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.controller import Candidate, Choice, Controller, CostModel
 from vllm_triforce.controller.acceptance import Rate
-from vllm_triforce.controller.async_controller import AsyncController, Outcome
+from vllm_triforce.controller.async_controller import AsyncController, Outcome, RequestReport
 from vllm_triforce.controller.measurements import Measurements
 from vllm_triforce.controller.routes import HIERARCHICAL
 
@@ -62,7 +62,9 @@ def end_step(made: AsyncController, number: int, plan: dict) -> None:
     """Report that everything proposed by ``plan`` was accepted."""
     outcomes = {}
     for name, choice in plan.items():
-        outcomes[name] = Outcome(*[choice.num_tokens] * 3, choice.num_rounds, 2, 0)
+        num_tokens, num_rounds = choice.num_tokens, choice.num_rounds
+        report = RequestReport(num_tokens, num_rounds, 2, 0)
+        outcomes[name] = Outcome(num_tokens, num_tokens, report)
     made.on_step_end(number, outcomes, {}, None)
 
 
@@ -146,7 +148,7 @@ def test_rounds_are_learned_whatever_start_up_said_of_the_draft(draft_s):
     """Nothing but rounds, two a step, of 6 ms each."""
     made = decisions(dataclasses.replace(MHA_ON_GPU, draft=draft_s))
     plan = {"a": Choice(HIERARCHICAL, 6, 2)}
-    outcomes = {"a": Outcome(6, 6, 6, 2, 2, 0)}
+    outcomes = {"a": Outcome(6, 6, RequestReport(6, 2, 2, 0))}
     for number in range(100):
         made._add_pending(number, plan, None, {"a": 100_000})
         made.on_step_end(number, outcomes, {HIERARCHICAL: 0.012}, None)

@@ -105,6 +105,6 @@ def test_a_gain_below_the_margin_is_not_taken():
     """Options of one request, which make no passes."""
     each = [np.array([numbers]) for numbers in ([4, 8, 2], [3.9, 4.1, 1.5], [0.1] * 3)]
     nothing = np.zeros((1, 3))
-    options = Options(*each, nothing == 0, nothing, nothing, nothing, [LOOKUP] * 3, [{}])
+    options = Options([LOOKUP] * 3, [{}], *each, nothing == 0, nothing, nothing, nothing)
     assert plan(options, step_costs(1.0, error=0.1)).options.tolist() == [1]
     assert plan(options, step_costs(1.0, error=5.0)).is_plain

@@ -108,7 +108,7 @@ def test_padding_is_neither_verified_nor_accepted(accepted):
     report = StepReport(1, {"a": RequestReport(3, 2, 2, 1)})
     output = ModelRunnerOutput(["a"], {"a": 0}, sampled_token_ids=[[7] * (1 + accepted)])
     found = _outcomes(report, {"a": [-1] * 6}, output)
-    assert found == {"a": Outcome(3, min(accepted, 3), 3, 2, 2, 1)}
+    assert found == {"a": Outcome(3, min(accepted, 3), RequestReport(3, 2, 2, 1))}
 
 
 def test_a_report_goes_with_the_output_of_the_step_after():

@@ -22,17 +22,25 @@ Plans = dict[str, Choice]
 _DECIDING_SHARE, _MAX_HOLD_S = 0.05, 0.25
 
 
+class RequestReport(NamedTuple):
+    """Result of a request's proposal."""
+
+    num_tokens: int
+    num_rounds: int
+    """Rounds of levels 1 and 2 in which the request took part."""
+    level1_accepted: int
+    """Number of level 1's tokens that level 2 accepted."""
+    level1_rejected: int
+    """Number of rounds in which level 2 rejected a token."""
+
+
 class Outcome(NamedTuple):
-    """Outcome of a request's proposal: its report (``RequestReport``) and the full pass's test."""
+    """Outcome of a request's proposal, by the full pass's test."""
 
     num_verified: int
     """Tokens of the proposal that a full pass verified."""
     num_accepted: int
-    num_proposed: int
-    """Tokens; fewer than planned where rounds gave fewer."""
-    num_rounds: int = 0
-    level1_accepted: int = 0
-    level1_rejected: int = 0
+    report: RequestReport
 
 
 class _Pending(NamedTuple):
@@ -239,20 +247,21 @@ class AsyncController:
                 costs.observe_level1(num_passes * costs.draft(len(request_ids)), taken_s)
 
     def _learn(self, request_id: str, outcome: Outcome, choice: Choice) -> None:
-        if choice.route == HIERARCHICAL and outcome.num_rounds:
+        report = outcome.report
+        if choice.route == HIERARCHICAL and report.num_rounds:
             self.controller.acceptance.observe_rounds(
                 request_id,
                 self._source_of_levels,
                 0,  # the device alone knows the match
-                outcome.num_rounds,
-                outcome.level1_accepted,
-                outcome.level1_rejected,
+                report.num_rounds,
+                report.level1_accepted,
+                report.level1_rejected,
             )
         if outcome.num_verified:
             self.controller.observe_full_pass(
                 request_id, outcome.num_verified, outcome.num_accepted, choice
             )
-        elif outcome.num_proposed == 0 and choice.route != HIERARCHICAL:
+        elif report.num_tokens == 0 and choice.route != HIERARCHICAL:
             # Nothing to propose is as good as a rejection.
             self.controller.observe_full_pass(request_id, 1, 0, choice)
 

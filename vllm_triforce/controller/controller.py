@@ -315,7 +315,8 @@ class Controller:
     @property
     def num_requests(self) -> int:
         """Number of requests with any state."""
-        return max(map(len, (self._chosen, self.acceptance.requests, self.trials.waiting_since)))
+        waiting = len(self.trials.waiting_since)
+        return max(len(self._chosen), len(self.acceptance.requests), waiting)
 
     def release(self, request_id: str) -> None:
         self.acceptance.release(request_id)
@@ -327,7 +328,5 @@ class Controller:
 def _planned(options: Options, columns: np.ndarray, costs: StepCosts) -> Planned:
     rows = np.flatnonzero(columns >= 0)
     taken = rows, columns[rows]
-    lengths = options.lengths[taken]
-    seconds = float(options.seconds[taken].sum())
-    seconds += float(unshared_seconds(options, columns, costs))
-    return Planned(int(lengths.sum()), seconds)
+    seconds = options.seconds[taken].sum() + unshared_seconds(options, columns, costs)
+    return Planned(int(options.lengths[taken].sum()), float(seconds))

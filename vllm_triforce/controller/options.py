@@ -32,6 +32,8 @@ class Options:
     Arrays are [num_reqs, num_options].
     """
 
+    routes: list[Route]  # [num_options]
+    match_classes: list[dict[Route, int | None]]  # by route, for each request
     lengths: np.ndarray  # tokens of the proposal
     tokens: np.ndarray  # expected accepted ones
     seconds: np.ndarray  # passes of a route are shared by all requests
@@ -39,8 +41,6 @@ class Options:
     num_rounds: np.ndarray
     passes: np.ndarray  # rounds of levels 1 and 2, or passes of the draft
     shared_s: np.ndarray  # the request's share of these passes, part of ``seconds``
-    routes: list[Route]  # [num_options]
-    match_classes: list[dict[Route, int | None]]  # by route, for each request
 
     def choice(self, row: int, column: int) -> Choice:
         """Return a column's choice, or plain decoding for -1."""
@@ -92,11 +92,8 @@ def build_options(
         shared_s = passes * (round_s if source is None else draft_s)
         seconds = verify_s + shared_s
         parts.append((lengths, tokens, seconds, is_possible, num_rounds, passes, shared_s))
-    return Options(
-        *(np.concatenate(part, axis=1) for part in zip(*parts)),
-        routes=[route for route in routes for _ in range(lengths.shape[1])],
-        match_classes=match_classes,
-    )
+    columns = [route for route in routes for _ in range(lengths.shape[1])]
+    return Options(columns, match_classes, *(np.concatenate(part, axis=1) for part in zip(*parts)))
 
 
 def _column(values: Iterable) -> np.ndarray:  # [num_reqs, 1]

@@ -64,12 +64,11 @@ def plan(options: Options, costs: StepCosts, max_slowdown: float = 1.0) -> Plan:
     base_s = costs.plain_s + costs.speculating_s
     longest_s = base_s + np.where(options.is_possible, options.seconds, 0).max(1).sum()
     prices = num_reqs / costs.plain_s * (costs.plain_s / longest_s) ** _PRICES
-    sets = np.concatenate(
-        [
-            _best_columns(np.where(mask, logs, -np.inf), options.seconds, prices[:, None, None])
-            for mask in _route_masks(options)
-        ]
-    )
+    best_columns = []
+    for mask in _route_masks(options):
+        gains = np.where(mask, logs, -np.inf) - prices[:, None, None] * options.seconds
+        best_columns.append(np.where(gains.max(-1) > 0, gains.argmax(-1), -1))
+    sets = np.concatenate(best_columns)  # a set for each mask and price, [num_sets, num_reqs]
     is_taken = sets >= 0
     gained = np.where(is_taken, logs[rows, sets], 0)
     seconds = base_s + np.where(is_taken, options.seconds[rows, sets], 0).sum(-1)
@@ -85,16 +84,6 @@ def plan(options: Options, costs: StepCosts, max_slowdown: float = 1.0) -> Plan:
     if speedup <= 1 + costs.model.error:
         return plain
     return Plan(sets[best], speedup, float(seconds[best]))
-
-
-def _best_columns(
-    logs: np.ndarray,  # [num_reqs, num_options], -infinity for an impossible option
-    seconds: np.ndarray,
-    prices: np.ndarray,  # of a second, [num_prices, 1, 1]
-) -> np.ndarray:  # [num_prices, num_reqs]
-    """Take each request's option with the largest ``log - price * seconds``, -1 below 0."""
-    gains = logs - prices * seconds
-    return np.where(gains.max(-1) > 0, gains.argmax(-1), -1)
 
 
 def _routes_with_passes(options: Options) -> list[str]:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from vllm_triforce.controller.async_controller import RequestReport
 from vllm_triforce.controller.routes import Choice
 from vllm_triforce.metrics.carrier import Message
 
@@ -34,18 +35,6 @@ class StepPlan:
     @property
     def routes(self) -> set[str]:
         return {plan.route for plan in self.proposing.values()}
-
-
-class RequestReport(NamedTuple):
-    """Result of a request's proposal."""
-
-    num_tokens: int
-    num_rounds: int
-    """Rounds of levels 1 and 2 in which the request took part."""
-    level1_accepted: int
-    """Number of level 1's tokens that level 2 accepted."""
-    level1_rejected: int
-    """Number of rounds in which level 2 rejected a token."""
 
 
 @dataclass

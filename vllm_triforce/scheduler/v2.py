@@ -246,7 +246,7 @@ def _outcomes(report: StepReport, drafts, model_runner_output) -> dict[str, Outc
         if request_id in indices:
             num_verified = min(proposal.num_tokens, len(drafts.get(request_id, ())))
             num_accepted = min(num_verified, max(0, len(sampled[indices[request_id]]) - 1))
-            outcomes[request_id] = Outcome(num_verified, num_accepted, *proposal)
+            outcomes[request_id] = Outcome(num_verified, num_accepted, proposal)
     return outcomes
 
 
