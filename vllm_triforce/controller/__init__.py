@@ -4,7 +4,7 @@ from vllm_triforce.controller.controller import Controller
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.measurements import Measurements, StepTime
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.routes import PLAIN, Choice, Route
+from vllm_triforce.controller.routes import PLAIN, Choice
 
 __all__ = [
     "PLAIN",
@@ -13,6 +13,5 @@ __all__ = [
     "Controller",
     "CostModel",
     "Measurements",
-    "Route",
     "StepTime",
 ]

@@ -32,10 +32,6 @@ class StepPlan:
     disabled: tuple[str, ...] = ()
     """Requests that are no longer speculated on. Every rank releases their slots."""
 
-    @property
-    def routes(self) -> set[str]:
-        return {plan.route for plan in self.proposing.values()}
-
 
 @dataclass
 class StepReport:
