@@ -37,10 +37,10 @@ from vllm_triforce.runner_v1 import calibration, plain_steps, runner, speculator
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sources.draft_model import DraftModel
 
-# Seconds of a step beside its passes, of verifying any drafts, of a decision, of the test of a
-# sampled token, of a token of a window that is read, and of a token of context in a request's first
-# selection: about those of an engine with SmolLM2 on two cores.
-STEP_S, VERIFY_S, DECISION_S, TEST_S = 0.004, 0.002, 0.0015, 4.6e-5
+# Seconds of a step beside its passes, of verifying any drafts, of a decision, of a token of a
+# window that is read, and of a token of context in a request's first selection: about those of an
+# engine with SmolLM2 on two cores.
+STEP_S, VERIFY_S, DECISION_S = 0.004, 0.002, 0.0015
 READ_S, SELECT_S = 7.5e-5, 4.9e-6
 # Seconds of a pass vary by this share, and each start-up's measurement of a kind of pass.
 NOISE, START_UP_NOISE = 0.05, 0.1
@@ -81,7 +81,7 @@ class VirtualClock:
         self._now += seconds * self._slowness * max(0.5, self._draw.gauss(1, NOISE))
 
     def test_seconds(self, num_tokens: int) -> float:
-        return 0.0 if self.is_greedy else num_tokens * TEST_S
+        return 0.0 if self.is_greedy else num_tokens * self.truth.measured.test_per_token
 
     # What the passes take, by the arguments of the methods that run them.
 
@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--costs", type=Path, required=True)
     parser.add_argument("--keys", type=json.loads, default={}, help="TriForce's")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--texts", type=Path, nargs="+", required=True)
     parser.add_argument("--prompts", type=int, default=2, help="of each text")
     parser.add_argument("--prompt-tokens", type=int, default=1000)
@@ -195,7 +196,7 @@ def main() -> None:
     llm = LLM(
         args.model,
         speculative_config={"method": "triforce", **args.keys},
-        dtype="float32",
+        dtype=args.dtype,
         enforce_eager=True,
         max_model_len=8192,
         max_num_seqs=2,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.sample.metadata import SamplingMetadata
 
 from tests.unit.worlds import (
     DRAFT,
@@ -290,6 +291,44 @@ def test_a_trial_is_charged_the_tokens_of_the_present_route():
     found = controller(LONG_PAYS, has_draft=False)
     late = routes_taken(found, {HIERARCHICAL: 0.97, LOOKUP: 0.0}, 8, 20_000)
     assert late.count(HIERARCHICAL) > 0.97 * len(late), Counter(late)
+
+
+def test_the_test_of_a_sampled_token_has_its_price():
+    """With a large vocabulary the tests of long drafts take longer than their passes."""
+    choices = {}
+    for is_greedy, test_s in itertools.product((True, False), (0.0, 0.003)):
+        found = controller(dataclasses.replace(SMALL_ON_CPU, test_per_token=test_s), False)
+        candidate = Candidate("r", 8000, 32, matched(8), is_greedy=is_greedy)
+        choices[is_greedy, test_s] = found.choose([candidate])[0]
+        seconds = found.model.verification([8000], [is_greedy], 1, 32)[0]
+        unpriced = found.model.verification([8000], [True], 1, 32)[0]
+        assert seconds - unpriced == pytest.approx(0.0 if is_greedy else test_s * np.arange(33))
+    assert choices[True, 0.003] == choices[True, 0.0] == choices[False, 0.0] != PLAIN
+    assert choices[False, 0.003].num_tokens < choices[False, 0.0].num_tokens
+
+
+def test_start_up_times_the_test_of_a_sampled_token():
+    made, tested = object.__new__(calibration.Calibration), []
+
+    def timed(runs: dict) -> dict:
+        for run in runs.values():
+            run()
+        return {count: 0.01 + 0.002 * count for count in runs}
+
+    sampling = SamplingMetadata(*[None] * len(dataclasses.fields(SamplingMetadata)))
+    made.runner = SimpleNamespace(
+        device="cpu",
+        input_batch=SimpleNamespace(sampling_metadata=sampling),
+        rejection_sampler=lambda drafts, *args: tested.append((drafts.num_draft_tokens, args)),
+    )
+    made._length, made._timer = 16, SimpleNamespace(all_seconds=timed)
+    made._vllm_config = SimpleNamespace(
+        speculative_config=SimpleNamespace(synthetic_acceptance_rates=None),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 100),
+    )
+    assert made._test_per_token() == pytest.approx(0.002)
+    assert [counts for counts, _ in tested] == [[1], [16]]
+    assert all(args[1].shape == (1, 100) and args[2].all_random for _, args in tested)
 
 
 @pytest.mark.parametrize("speculating", [0.02, 0.1])

@@ -141,13 +141,19 @@ class CostModel:
         """Return the seconds of a round of levels 1 and 2."""
         return self.level2(num_rows, 3, context) + self.drafts_per_round * self.draft(num_rows)
 
-    def verification(self, contexts: Sequence[int], num_reqs: int, max_tokens: int) -> np.ndarray:
+    def verification(
+        self,
+        contexts: Sequence[int],
+        is_greedy: Sequence[bool],
+        num_reqs: int,
+        max_tokens: int,
+    ) -> np.ndarray:
         """Return the seconds that verifying 0, 1 ... ``max_tokens`` of one request adds to a step.
 
         It is the request's share where all ``num_reqs`` of the step verify as many.
 
         Args:
-            contexts: of each request that drafts.
+            contexts, is_greedy: of each request that drafts.
 
         Returns:
             [len(contexts), max_tokens + 1]
@@ -157,7 +163,10 @@ class CostModel:
         further_s = attention[:, 1 : max_tokens + 2] - attention[:, 1:2]
         rows_s = np.array([self.rows(num_reqs * (n + 1)) for n in range(max_tokens + 1)])
         scale = self.attention_scales(num_reqs, len(contexts))[1]
-        return (rows_s - rows_s[0]) / num_reqs + scale * further_s
+        test_s = self.measured.test_per_token * np.outer(
+            ~np.array(is_greedy), range(max_tokens + 1)
+        )
+        return (rows_s - rows_s[0]) / num_reqs + scale * further_s + test_s
 
     # Steps, beside their passes.
 

@@ -41,6 +41,9 @@ class Measurements:
     draft: float = 0.0
     """Seconds of the draft model's pass for one request."""
     draft_per_row: float = 0.0
+    test_per_token: float = 0.0
+    """Seconds that level 3's test of a sampled draft token takes, in proportion to the vocabulary;
+    0 where a device makes them nothing."""
     full_by_num_reqs: list[tuple[float, float, float]] = field(default_factory=list)
     """(requests, seconds, seconds) of a full pass of several requests at ``full_context``:
     of one token each, and of the largest number in ``full_by_tokens``. Empty where a batch's

@@ -72,7 +72,10 @@ def build_options(
     """
     count = len(candidates)
     by_length = model.verification(
-        [c.context for c in candidates], count + num_plain, int(lengths.max(initial=0))
+        [c.context for c in candidates],
+        [c.is_greedy for c in candidates],
+        count + num_plain,
+        int(lengths.max(initial=0)),
     )
     verify_s = np.take_along_axis(by_length, lengths, axis=1)
     round_s = _column(model.round_seconds(count, c.context) / count for c in candidates)

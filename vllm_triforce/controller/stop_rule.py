@@ -118,6 +118,7 @@ class StopRules:
         model, num_reqs = costs.model, len(candidates) + costs.num_plain
         verify_s = model.verification(
             [c.context for c in candidates],
+            [c.is_greedy for c in candidates],
             num_reqs,
             self._config.num_speculative_tokens,
         )

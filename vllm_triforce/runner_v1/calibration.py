@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import ResolvedConfig
@@ -92,6 +93,7 @@ class Calibration:
             *self._level2_passes(min(4, max_reqs)),
             draft,
             draft_per_row,
+            self._test_per_token(),
         )
 
     def _level2_passes(self, num_rows: int) -> tuple[Points, list[tuple[float, Points]]]:
@@ -214,6 +216,30 @@ class Calibration:
         for request_id in batch.request_ids:
             self.speculator.level1.release(request_id)
         return seconds / _NUM_DRAFTS
+
+    def _test_per_token(self) -> float:
+        """Measure what a further sampled draft token adds to level 3's test.
+
+        Synthetic acceptance, for benchmarks, does not look at distributions.
+        """
+        if self._vllm_config.speculative_config.synthetic_acceptance_rates is not None:
+            return 0.0
+        sampler, lengths = self.runner.rejection_sampler, sorted({1, self._length})
+        sampling = replace(
+            self.runner.input_batch.sampling_metadata,
+            temperature=torch.ones(1),
+            all_greedy=False,
+            all_random=True,
+            output_token_ids=[[]],
+        )
+
+        def run(num_tokens: int) -> None:
+            drafts = SpecDecodeMetadata.make_dummy([[0] * num_tokens], self.runner.device)
+            logits = torch.zeros(1, self._vllm_config.model_config.get_vocab_size())
+            sampler(drafts, None, logits, sampling)
+
+        seconds = self._timer.all_seconds({n: partial(run, n) for n in lengths})
+        return max(0.0, seconds[lengths[-1]] - seconds[1]) / max(1, lengths[-1] - 1)
 
     def _batch(self, num_rows: int) -> tuple[DraftBatch, Proposal]:
         """Make a batch of dummy requests."""
