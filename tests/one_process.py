@@ -10,14 +10,17 @@ def allow_many_engines() -> None:
     with it (``vllm/v1/engine/core.py``, ``EngineCore.shutdown``), under the engines that still
     run, whenever the garbage collector comes to it: an engine that ends leaves them to the others.
     And no CPU engine starts in a process that has loaded numba, which some test may have done
-    (patches/README.md).
+    (patches/README.md). vLLM makes the group of the experts with the first engine alone, if that
+    has any.
     """
+    from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 
     from vllm_triforce.vllm_patches.cpu_build import fix_kernel_rebinding
 
     core.cleanup_dist_env_and_memory = gc.collect
     fix_kernel_rebinding()
+    parallel_state._EP = parallel_state._EP or parallel_state._DP
     _freeze_modules()
 
 

@@ -221,6 +221,8 @@ def load_level2_model(
             f"level2_model={name!r} could not be loaded ({type(error).__name__}: {error}); use "
             "another dtype, scheme or checkpoint, or leave level2_model out of speculative_config"
         ) from error
+    if config.model_config.dtype != vllm_config.model_config.dtype:
+        _separate_modules(model, target)
     shared = _share_attention(model, target_layers, vllm_config.model_config.dtype)
     if missing := sorted(target_layers.keys() ^ shared):
         raise RuntimeError(
@@ -253,6 +255,22 @@ def copy_config(name: str, vllm_config) -> VllmConfig:
     config.compilation_config.pass_config.fuse_attn_quant = False
     config.lora_config = None
     return config
+
+
+def _separate_modules(model: nn.Module, target: nn.Module) -> None:
+    """Give a copy modules of its own for those that are the target's.
+
+    Models of one process share rotary embeddings of one dtype, which a model may name (gpt-oss:
+    float32). A pass in another dtype rounds their table for good (``_match_cos_sin_cache_dtype`` in
+    vllm/model_executor/layers/rotary_embedding/base.py).
+    """
+    of_target, own = set(target.modules()), dict[nn.Module, nn.Module]()
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module in of_target:
+            if module not in own:
+                own[module] = copy.deepcopy(module)
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, own[module])
 
 
 def _share_attention(
