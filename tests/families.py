@@ -13,14 +13,13 @@ from safetensors.torch import save_file
 
 NUM_LAYERS, NUM_EXPERTS, HIDDEN, INNER, VOCAB, HEAD_DIM, NUM_HEADS = 4, 4, 128, 64, 4096, 32, 4
 _COMMON = dict(
-    vocab_size=VOCAB,
     hidden_size=HIDDEN,
     intermediate_size=INNER,
     moe_intermediate_size=INNER,
     num_hidden_layers=NUM_LAYERS,
     num_attention_heads=NUM_HEADS,
     head_dim=HEAD_DIM,
-    max_position_embeddings=4096,
+    max_position_embeddings=16384,
     hidden_act="silu",
     rms_norm_eps=1e-5,
     tie_word_embeddings=False,
@@ -98,13 +97,10 @@ def _step3p5() -> tuple[dict, Shapes]:
     return keys, shapes
 
 
-def _mimo_v2(num_dense: int = 1) -> tuple[dict, Shapes]:
+def _mimo_v2() -> tuple[dict, Shapes]:
     """Return MiMo-V2: window layers have attention sinks and twice the KV heads.
 
     Values of the published models have fewer dimensions than keys, which vLLM's CPU build lacks.
-
-    Args:
-        num_dense: layers without experts.
     """
     shapes: Shapes = {}
     for i, kind in enumerate(_KINDS):
@@ -112,7 +108,7 @@ def _mimo_v2(num_dense: int = 1) -> tuple[dict, Shapes]:
         shapes |= _attention(layer, NUM_HEADS, 2 if kind == "full_attention" else 4)
         if kind != "full_attention":
             shapes[f"{layer}.self_attn.attention_sink_bias"] = (NUM_HEADS,)
-        if i < num_dense:
+        if i == 0:
             shapes |= _mlp(f"{layer}.mlp")
             continue
         shapes[f"{layer}.mlp.gate.weight"] = (NUM_EXPERTS, HIDDEN)
@@ -134,7 +130,7 @@ def _mimo_v2(num_dense: int = 1) -> tuple[dict, Shapes]:
         attention_value_scale=0.7,
         layer_types=_KINDS,
         hybrid_layer_pattern=[1, 0, 1, 0],
-        moe_layer_freq=[int(i >= num_dense) for i in range(NUM_LAYERS)],
+        moe_layer_freq=[0, 1, 1, 1],
         n_routed_experts=NUM_EXPERTS,
         num_experts_per_tok=2,
         n_group=1,
@@ -148,26 +144,22 @@ def _mimo_v2(num_dense: int = 1) -> tuple[dict, Shapes]:
     return keys, shapes
 
 
-FAMILIES: dict[str, Callable[..., tuple[dict, Shapes]]] = {
+FAMILIES: dict[str, Callable[[], tuple[dict, Shapes]]] = {
     "step3": _step3,
     "step3p5": _step3p5,
     "mimo-v2": _mimo_v2,
 }
 
 
-def make_family(folder: Path, name: str, **changes) -> str:
-    """Save a random model of one of ``FAMILIES`` in float32; return its folder.
-
-    Args:
-        changes: arguments of its function.
-    """
-    keys, shapes = FAMILIES[name](**changes)
+def make_family(folder: Path, name: str, vocab_size: int = VOCAB) -> str:
+    """Save a random model of one of ``FAMILIES`` in float32; return its folder."""
+    keys, shapes = FAMILIES[name]()
     for i in range(NUM_LAYERS):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"model.layers.{i}.{norm}.weight"] = (HIDDEN,)
     shapes["model.norm.weight"] = (HIDDEN,)
     for matrix in ("model.embed_tokens", "lm_head"):
-        shapes[f"{matrix}.weight"] = (VOCAB, HIDDEN)
+        shapes[f"{matrix}.weight"] = (vocab_size, HIDDEN)
     # Norms of Step-3.5 add one to their weights.
     norm = torch.zeros if name == "step3p5" else torch.ones
     generator = torch.Generator().manual_seed(0)
@@ -180,7 +172,7 @@ def make_family(folder: Path, name: str, **changes) -> str:
         weight.mul_({"q_proj": 4, "wq": 4, "attention_sink_bias": 30}.get(_part(key), 1))
     folder.mkdir(parents=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_COMMON | keys))
+    (folder / "config.json").write_text(json.dumps(_COMMON | keys | {"vocab_size": vocab_size}))
     return str(folder)
 
 

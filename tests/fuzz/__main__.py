@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+from tests.fuzz.models import DRAFTS
 from tests.models import ROOT
 from tests.v2.environment import v2_environment
 
@@ -23,9 +24,7 @@ def main() -> int:
     parser.add_argument(
         "--control", action="store_true", help="stock vLLM in TriForce's place: finds nothing"
     )
-    parser.add_argument(
-        "--model", choices=["pair", "small", "mimo", "smollm2"], help="of all engines"
-    )
+    parser.add_argument("--model", choices=DRAFTS, help="of all engines")
     parser.add_argument("--connectors", action="store_true", help="KV connectors in half of them")
     args = parser.parse_args()
     if args.runner == "v2" and os.environ.get("TRITON_INTERPRET") != "1":

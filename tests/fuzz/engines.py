@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from tests.fuzz.models import adapter_of, draft_of, scratch, target_of
+from tests.fuzz.models import NUM_GROUPS, adapter_of, draft_of, scratch, target_of
 from tests.fuzz.settings import PROMPT_TOKENS, SHORT, max_model_len_of
 from tests.inside import scheduler_of
 from tests.one_process import allow_many_engines
@@ -63,7 +63,7 @@ def start_stock(settings: dict):
     own = {name: settings["engine"][name] for name in OF_STOCK if name in settings["engine"]}
     # A stream fits, once more for what is asked again.
     num_blocks = 2 * PROMPT_TOKENS[max_model_len_of(settings)] // STOCK["block_size"]
-    own["num_gpu_blocks_override"] = num_blocks
+    own["num_gpu_blocks_override"] = num_blocks * NUM_GROUPS[settings["model"]]
     return _start(settings["model"], settings["lora"], None, **{**STOCK, **own})
 
 

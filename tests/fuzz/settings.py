@@ -3,25 +3,23 @@
 import torch
 from hypothesis import strategies as st
 
-from tests.fuzz.models import DRAFTS, SMOLLM2
+from tests.fuzz.models import DRAFTS, FAMILIES, NUM_GROUPS, OF_CHARACTERS, SMOLLM2
+from vllm_triforce.config.level2 import _LEVEL2_KEYS
 from vllm_triforce.config.triforce_config import LEVEL1_KEYS
 from vllm_triforce.selection import POLICIES
 
 SHORT = 768
 # Above 4,096 tokens the default retrieval budget depends on the context.
-LONG = {"small": 12288, "mimo": 12288, "pair": 12288, "smollm2": 8192}
+LONG = {**dict.fromkeys(DRAFTS, 12288), "smollm2": 8192}
 # Of all prompts of a stream, by ``max_model_len`` (two are the soak's): so that a stream takes a
 # minute at most.
 PROMPT_TOKENS = {SHORT: 10 * SHORT, 4352: 15000, 6400: 10000, 8192: 10000, 12288: 30000}
 MAX_TOKENS = 48
 MODELS = {
-    "v1": ["small", "small", "pair", "pair", "mimo"] + ["smollm2"] * SMOLLM2.exists(),
+    "v1": ["small", "pair", "pair", "mimo", *FAMILIES] + ["smollm2"] * SMOLLM2.exists(),
     "v2": ["small", "pair", "small", "mimo"],
 }
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-# Guidance does not know the tokenizer of "small", and outlines ends a text where it first may end,
-# which its oracle does not know.
-BACKENDS = {"pair": ("auto", "guidance", "outlines"), "small": ("auto",), "mimo": ("auto",)}
 # As many tokens as may be in one step at once: no prompt is ever read in chunks.
 UNCHUNKED = 32768
 
@@ -40,12 +38,10 @@ def settings(draw, runner: str = "v1", model: str | None = None, connectors: boo
     if connectors and draw(st.booleans()):
         # vLLM's ExampleConnector ends a stock engine too where prompts are read in chunks.
         engine |= {"connector": True, "max_num_batched_tokens": UNCHUNKED}
-    return {
-        "model": model,
-        "lora": lora,
-        "engine": engine,
-        "triforce": _triforce(draw, runner, model, block_size, engine),
-    }
+    keys = _triforce(draw, runner, model, block_size, engine)
+    if model == "bloom":  # in which level 2 takes no part
+        keys = {name: keys[name] for name in keys if name not in (*_LEVEL2_KEYS, "levels")}
+    return {"model": model, "lora": lora, "engine": engine, "triforce": keys}
 
 
 def _engine(draw, runner: str, model: str, block_size: int) -> dict:
@@ -62,7 +58,7 @@ def _engine(draw, runner: str, model: str, block_size: int) -> dict:
         "max_model_len": max_model_len,
         "block_size": block_size,
         "max_num_seqs": num_seqs,
-        "num_gpu_blocks_override": num_blocks,
+        "num_gpu_blocks_override": num_blocks * NUM_GROUPS[model],
         # vLLM asks for room for every request's proposal.
         "max_num_batched_tokens": draw(
             st.sampled_from([*([64, 200] if num_seqs < 64 else []), 512, UNCHUNKED, UNCHUNKED])
@@ -78,7 +74,9 @@ def _engine(draw, runner: str, model: str, block_size: int) -> dict:
     if model == "smollm2":
         engine["enable_prefix_caching"] = True  # prompts of one beginning are read once
     if runner == "v1":
-        backends = BACKENDS.get(model, BACKENDS["pair"])
+        # Guidance does not know tokenizers of characters, and outlines ends a text where it first
+        # may end, which their oracle does not know.
+        backends = ("auto",) if model in OF_CHARACTERS else ("auto", "guidance", "outlines")
         engine["structured_outputs_config"] = {"backend": draw(st.sampled_from(backends))}
         if draw(st.sampled_from([False] * 9 + [True])):
             engine["enforce_eager"] = False
@@ -157,7 +155,7 @@ def seeds_must_hold(settings: dict) -> bool:
     room = PROMPT_TOKENS[max_model_len_of(settings)] // engine["block_size"]
     return (
         may_have_seeds(settings)
-        and engine["num_gpu_blocks_override"] > room
+        and engine["num_gpu_blocks_override"] > room * NUM_GROUPS[settings["model"]]
         and not (keys.get("draft") == "head" and engine["enable_prefix_caching"])
         and "max_speculating_seqs" not in keys
     )

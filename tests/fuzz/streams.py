@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, given, seed
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from tests.fuzz.models import CHARACTERS, CORPUS_TOKENS, EOS, VOCAB_SIZE
+from tests.fuzz.models import CHARACTERS, CORPUS_TOKENS, DRAFTS, EOS, OF_CHARACTERS, VOCAB_SIZE
 from tests.fuzz.settings import (
     MAX_TOKENS,
     PROMPT_TOKENS,
@@ -16,10 +16,8 @@ from tests.fuzz.settings import (
 )
 from tests.parity.cases import SCHEMA
 
-VOCAB = {"pair": 4096, "small": VOCAB_SIZE, "mimo": VOCAB_SIZE, "smollm2": 49152}
-END = {"pair": 2, "small": EOS, "mimo": EOS, "smollm2": 2}
-# Models with a token for each character.
-OF_CHARACTERS = ("small", "mimo")
+VOCAB = {**dict.fromkeys(DRAFTS, VOCAB_SIZE), "pair": 4096, "smollm2": 49152}
+END = {**dict.fromkeys(DRAFTS, EOS), "pair": 2, "smollm2": 2}
 # Strings that begin within tokens, end within them and go over several; and one that never comes.
 TEXT_STOPS = ["self", "e", "\n", " = ", "f.", "return None", "\n    ", "never said"]
 CHARACTER_STOPS = [*CHARACTERS[::5], "ab", "Z0", "kLm"]

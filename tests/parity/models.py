@@ -59,7 +59,7 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
     )
     heads = dict(num_key_value_heads=4, num_global_key_value_heads=1, attention_k_eq_v=True)
     gemma4 = make_architecture(folder / "gemma4", "gemma4-shared", **heads)
-    mimo_v2 = make_family(folder / "mimo-v2", "mimo-v2", num_dense=4)  # experts need a process
+    mimo_v2 = make_family(folder / "mimo-v2", "mimo-v2")
     head_of_pair = make_head(folder / "head", pair[0], draft_vocab=2048, layers=(1, 2, 3))
     # In the order of reading, the state before the first layer is the embedding.
     head_of_eight = make_head(folder / "head8", eight, draft_vocab=4, layers=(0, 1, 2))
