@@ -413,7 +413,7 @@ def make_architecture(folder: Path, name: str, *, query_scale: float = 4.0, **ch
             parameter.data.mul_(query_scale)
         if parameter_name.endswith("sinks"):
             parameter.data.normal_(std=3)
-        if config.tie_word_embeddings and "embed_tokens" in parameter_name:
+        if config.tie_word_embeddings and parameter.dim() == 2 and "embed" in parameter_name:
             # Or the model would repeat its last token for ever.
             parameter.data.mul_(0.05)
     model.save_pretrained(folder)
