@@ -345,12 +345,11 @@ _LAGUNA = dict(num_attention_heads_per_layer=[8, 4, 8, 4], mlp_layer_types=["den
 _MINIMAX = dict(rotary_dim=16, scoring_func="softmax", use_routing_bias=True)
 # A recurrent state takes a KV block, which is then larger than a chunk.
 _GATED_DELTA_NETS = dict(
-    num_key_value_heads=1,
     layer_types=["linear_attention", "full_attention"] * 2,
     linear_num_key_heads=2,
     linear_num_value_heads=2,
-    linear_key_head_dim=64,
-    linear_value_head_dim=64,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
 )
 _SHARED_KV = dict(num_hidden_layers=6, layer_types=_WINDOWS["layer_types"][:2] * 3)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {

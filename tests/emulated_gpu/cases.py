@@ -39,6 +39,7 @@ class Case:
         windows: whether every other layer of the target has a sliding window, and all have sinks.
         copies: whether level 2 is a copy of the target, in bfloat16 of float32.
         recurrent: whether every other layer of the target is a gated delta net.
+        cached: whether each prompt is in the prefix cache, with recurrent states at ends of blocks.
     """
 
     backend: str
@@ -51,6 +52,7 @@ class Case:
     windows: bool = False
     copies: bool = False
     recurrent: bool = False
+    cached: bool = False
 
     @property
     def name(self) -> str:
@@ -58,7 +60,7 @@ class Case:
         parts = [self.backend, self.source or stock, self.selection, self.plan]
         parts += ["offload" * self.offload, "single" * self.is_single]
         parts += ["windows" * self.windows, "copies" * self.copies]
-        parts += ["recurrent" * self.recurrent, "graphs" * self.graphs]
+        parts += ["recurrent" * self.recurrent, "cached" * self.cached, "graphs" * self.graphs]
         return "-".join(part for part in parts if part)
 
     @property
@@ -86,9 +88,9 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """That a request asks for at most. Triton's kernels of attention and of gated delta nets
-        take their time in the interpreter."""
-        return 8 if self.backend == "TRITON_ATTN" or self.recurrent else 14
+        """That a request asks for at most. Triton's kernels of attention take their time in the
+        interpreter."""
+        return 8 if self.backend == "TRITON_ATTN" else 14
 
     @property
     def reads_all(self) -> bool:
@@ -135,7 +137,8 @@ def every_case() -> list[Case]:
         replace(offloaded, is_single=True),
         Case("FLASH_ATTN", "prompt_lookup", "quest", "fixed", windows=True),
         Case("FLASH_ATTN", "prompt_lookup", "retrieval", "fixed", recurrent=True),
-        Case("FLASH_ATTN", "head", "retrieval", "dice", recurrent=True),
+        Case("FLASH_ATTN", "prompt_lookup", "retrieval", "fixed", recurrent=True, cached=True),
+        Case("FLASH_ATTN", "head", "retrieval", "dice", recurrent=True, cached=True),
     ]
     return [replace(case, graphs=graphs) for case in cases for graphs in (False, True)]
 

@@ -19,7 +19,6 @@ IS_EMULATED = "emu" in sys.modules
 ENGINE = dict(
     skip_tokenizer_init=True,
     disable_log_stats=False,  # counters go the way of every server
-    enable_prefix_caching=False,
     block_size=16,
     max_model_len=256,
     max_num_batched_tokens=256,
@@ -84,6 +83,7 @@ def make_engine(case: Case, target: str, draft: str, head: str):
         **({"compilation_config": GRAPHS} if case.graphs else {}),
         # FlashInfer's kernels for prompts are not part of the emulation.
         **({"gdn_prefill_backend": "triton"} if case.recurrent else {}),
+        enable_prefix_caching=case.cached,
         # Without a profile of the memory, which others beside it would disturb.
         **({} if IS_EMULATED else {"kv_cache_memory_bytes": 256 << 20}),
         **ENGINE,
@@ -159,12 +159,15 @@ def run(case: Case, target: str, draft: str, head: str) -> dict:
     from vllm_triforce.runner_v2.passes import GraphedRound
 
     llm = make_engine(case, target, draft, head)
+    prompts = [{"prompt_token_ids": request.prompt} for request in REQUESTS]
+    if case.cached:
+        llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
     counts_launches = IS_EMULATED and case.counts_launches
     steps = _record_steps() if counts_launches else []
     # From here on: trials at start replay some.
     rounds = _count_calls(GraphedRound, "replay", lambda round_: round_.name)
     outputs = llm.generate(
-        [{"prompt_token_ids": request.prompt} for request in REQUESTS],
+        prompts,
         [
             SamplingParams(
                 **request.params,
@@ -183,6 +186,7 @@ def run(case: Case, target: str, draft: str, head: str) -> dict:
         counters = dataclasses.asdict(counters_of(llm))
     return {
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+        "num_cached": [output.num_cached_tokens for output in outputs],
         "replayed_rounds": dict(rounds),
         "counters": {name: n for name, n in counters.items() if isinstance(n, int)},
         "launches": _count_launches(llm, steps) if counts_launches else {},

@@ -13,9 +13,11 @@ KINDS = tuple(sampling.kind for sampling in CAPTURED_SAMPLING)
 # Roundings of a logit of about 4: where stock vLLM's token and another are closer in the exact
 # logits, either may be taken.
 TIE = {"bfloat16": 0.06, "float32": 1e-3}
-# Kernel launches of a layer in level 2's graphs, and of a step's proposals outside graphs.
+# Tokens of a KV block of the target with gated delta nets, whose states are kept at its end.
+STATE_BLOCK = 32
 # Proposals that the full pass rejects at ties, where level 2 reads all of the context.
 MAX_REJECTIONS = 3
+# Kernel launches of a layer in level 2's graphs, and of a step's proposals outside graphs.
 MAX_LAUNCHES = {"layer": 13, "layer that selects": 14, "step": 29}
 
 
@@ -67,6 +69,9 @@ def judge(verdict: Verdict, results: dict[Case, dict], target: str) -> None:
         if number > MAX_LAUNCHES[part]:
             verdict.faults.append(f"{number} launches of a {part}, not {MAX_LAUNCHES[part]}")
     _judge_tokens(verdict, results, target)
+    wanted = [(request.num_prompt_tokens - 1) // STATE_BLOCK * STATE_BLOCK for request in REQUESTS]
+    if case.cached and result["num_cached"] != wanted:
+        verdict.faults.append(f"{result['num_cached']} tokens of the cache, not {wanted}")
     if case.graphs:
         if result["graphs"][1] == 0:
             verdict.faults.append("no graph was replayed")

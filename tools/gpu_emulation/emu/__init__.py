@@ -66,3 +66,19 @@ def _prepare_vllm() -> None:
     from vllm.utils import torch_utils
 
     torch_utils.get_accelerator_view_from_cpu_tensor = lambda cpu_tensor: cpu_tensor
+    _let_recurrent_states_be_aligned()
+
+
+def _let_recurrent_states_be_aligned() -> None:
+    """Pass an assertion of vLLM that lengths lie on a GPU, which a tensor here never does."""
+    import torch
+    from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    def compute(context, seq_lens, num_reqs):
+        return original(context, seq_lens.as_subclass(OnDevice), num_reqs)
+
+    original = MambaSpecDecodeGPUContext.compute_aligned_state_indices
+    MambaSpecDecodeGPUContext.compute_aligned_state_indices = compute
