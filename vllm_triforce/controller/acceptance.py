@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_triforce.controller.routes import HIERARCHICAL, Choice, SourceTraits
+from vllm_triforce.controller.routes import HIERARCHICAL, Choice, MatchClass, SourceTraits
 
 LEVEL2_PRIOR = 0.95
 """Prior acceptance of level 2's tokens; docs/results.md has 0.943 to 0.955 of SmolLM2."""
@@ -126,10 +126,13 @@ class Rates:
         return self.level1[source, through_level2][match_class]
 
     def by_place(
-        self, source: str, through_level2: bool, match_class: int, num_tokens: int
+        self, source: str, through_level2: bool, match_class: MatchClass, num_tokens: int
     ) -> list[float]:
-        """Return the acceptance of each token of a draft."""
+        """Return the acceptance of each token of a draft, 0 of those that it lacks."""
         rates = self.level1[source, through_level2]
+        if isinstance(match_class, tuple):
+            values = [rates[index].value for index in match_class[:num_tokens]]
+            return values + [0.0] * (num_tokens - len(values))
         values = [rate.value for rate in rates[match_class : match_class + num_tokens]]
         return values + [rates[-1].value] * (num_tokens - len(values))
 
@@ -137,12 +140,16 @@ class Rates:
         self,
         source: str,
         through_level2: bool,
-        match_class: int,
+        match_class: MatchClass,
         num_drafted: int,
         num_accepted: int,
         probs: Sequence[float] | None = None,
     ) -> None:
         """Add the test of a draft; ``probs``, of each token, are of a source with one class."""
+        if isinstance(match_class, tuple):
+            for place, index in enumerate(match_class[: min(num_drafted, num_accepted + 1)]):
+                self.of(source, through_level2, index).add(1, int(place < num_accepted))
+            return
         *rates, last = self.level1[source, through_level2][match_class:]
         for rate in rates:
             if not num_drafted:
@@ -202,7 +209,7 @@ class Acceptance:
         self,
         request_id: str,
         source: str | None,
-        match_class: int | None,
+        match_class: MatchClass | None,
         num_rounds: int,
         accepted: int,
         rejected: int,

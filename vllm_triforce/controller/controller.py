@@ -20,7 +20,7 @@ from vllm_triforce.controller.lengths import DraftLengths, FixedLengths
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.options import Candidate, Options, build_options
 from vllm_triforce.controller.planner import StepCosts, best_alone, plan, unshared_seconds
-from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, SourceTraits
+from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, MatchClass, SourceTraits
 from vllm_triforce.controller.stop_rule import StopRule, StopRules
 
 # Decisions between two adoptions of the first rank's costs; in the beginning, each power of 2.
@@ -212,7 +212,7 @@ class Controller:
         self,
         request_id: str,
         has_seed: bool,
-        match_classes: Mapping[str, int | None],
+        match_classes: Mapping[str, MatchClass | None],
         num_rows: int,
         max_tokens: int,
     ) -> tuple[str | None, int]:

@@ -9,7 +9,7 @@ from vllm_triforce.config.keys import FIXED_GAMMA, FIXED_LENGTH
 from vllm_triforce.controller.acceptance import ROUND_PRIOR, Acceptance, expected_by_length
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, SourceTraits
+from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, MatchClass, SourceTraits
 
 
 def fixed_choice(config: ResolvedConfig, max_tokens: int, match_class: int | None = None) -> Choice:
@@ -70,7 +70,7 @@ class DraftLengths:
     def best(
         self,
         request_id: str,
-        match_classes: Mapping[str, int | None],
+        match_classes: Mapping[str, MatchClass | None],
         num_rows: int,
         max_tokens: int,
     ) -> tuple[str | None, int]:

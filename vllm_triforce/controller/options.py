@@ -7,7 +7,14 @@ import numpy as np
 
 from vllm_triforce.controller.acceptance import Rates, expected_by_length
 from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, Route, SourceTraits
+from vllm_triforce.controller.routes import (
+    HIERARCHICAL,
+    PLAIN,
+    Choice,
+    MatchClass,
+    Route,
+    SourceTraits,
+)
 
 
 @dataclass
@@ -19,7 +26,7 @@ class Candidate:
     """Tokens."""
     max_tokens: int
     """Longest proposal that fits."""
-    match_classes: Mapping[str, int | None] = field(default_factory=dict)
+    match_classes: Mapping[str, MatchClass | None] = field(default_factory=dict)
     """Match class by source, None for no tokens; sources that always have some may be missing."""
     has_seed: bool = False
     is_greedy: bool = True
@@ -106,13 +113,13 @@ def _column(values: Iterable) -> np.ndarray:  # [num_reqs, 1]
 def _expected_tokens(
     route: Route,
     rates: Sequence[Rates],
-    match_classes: Sequence[Mapping[Route, int | None]],
+    match_classes: Sequence[Mapping[Route, MatchClass | None]],
     lengths: np.ndarray,  # [num_reqs, num_lengths]
 ) -> np.ndarray:  # [num_reqs, num_lengths], float
     """Return the expected accepted tokens of proposals by a route."""
     max_tokens = int(lengths.max(initial=0))
 
-    def acceptance(of_request: Rates, match_class: int | None) -> list[float]:
+    def acceptance(of_request: Rates, match_class: MatchClass | None) -> list[float]:
         if route == HIERARCHICAL:
             return [of_request.level2.value] * max_tokens
         if match_class is None:

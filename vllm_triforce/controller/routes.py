@@ -12,6 +12,9 @@ HIERARCHICAL: Route = "levels 1 and 2"
 # On Runner V2, of requests by ``HIERARCHICAL`` for which level 1 has no drafts.
 LEVEL2_ALONE: Route = "level 2"
 
+MatchClass = int | tuple[int, ...]
+"""Class of a draft's first token, each further one a class above; or the class of each token."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -27,7 +30,7 @@ class Choice:
     route: Route
     num_tokens: int
     num_rounds: int = 0
-    match_class: int | None = None
+    match_class: MatchClass | None = None
 
 
 PLAIN = Choice(PLAIN_ROUTE, 0)
@@ -56,12 +59,15 @@ class SourceTraits:
                 "a share from 0 to 1 for each match class, one at least"
             )
 
-    def match_class(self, classes: Mapping[str, int | None]) -> int | None:
-        """Return the index of a request's tokens into ``prior_acceptance``; None for no tokens.
+    def match_class(self, classes: Mapping[str, MatchClass | None]) -> MatchClass | None:
+        """Return the class of a request's tokens, within ``prior_acceptance``; None for no tokens.
 
         Args:
             classes: by source, None for no tokens; sources that take passes have tokens where they
                 are missing.
         """
-        index = classes.get(self.name, 0 if self.takes_passes else None)
-        return None if index is None else max(0, min(index, len(self.prior_acceptance) - 1))
+        found = classes.get(self.name, 0 if self.takes_passes else None)
+        last = len(self.prior_acceptance) - 1
+        if isinstance(found, tuple):
+            return tuple(max(0, min(index, last)) for index in found)
+        return None if found is None else max(0, min(found, last))

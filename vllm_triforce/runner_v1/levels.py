@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from vllm_triforce.controller import Controller
+from vllm_triforce.controller.routes import MatchClass
 from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.core.limits import DisabledRequests
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
@@ -17,7 +18,7 @@ Matches = dict[str, Sequence[Match | None]]
 """Each source's matches for some rows."""
 
 
-def match_classes(matches: Matches, i: int) -> dict[str, int | None]:
+def match_classes(matches: Matches, i: int) -> dict[str, MatchClass | None]:
     """Return the match class of each source for the ``i``-th row, None for no tokens."""
     of_row = {name: by_row[i] for name, by_row in matches.items()}
     return {name: None if match is None else match.match_class for name, match in of_row.items()}
@@ -28,7 +29,7 @@ class RoutedDraft(Draft):
     """Draft, and the source of each row, None for rows without one."""
 
     sources: list[str | None] = field(default_factory=list)
-    match_classes: list[int | None] = field(default_factory=list)
+    match_classes: list[MatchClass | None] = field(default_factory=list)
 
 
 class Level1:
