@@ -28,4 +28,26 @@ fi
 "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${from[@]}" \
   --overrides tools/cpu-overrides.txt \
   "${packages[@]}" ./tools/vllm-alias
+
+# The draft source "suffix" needs arctic-inference, of which there is no wheel. Its build by pip would
+# load a CUDA build of torch; here it is built beside our torch, by tools in a place of their own.
+tools=$(mktemp -d)
+trap 'rm -rf "$tools"' EXIT
+build_suffix() {
+  "$venv/bin/python" -m venv "$tools/venv" &&
+    "$venv/bin/uv" pip install --quiet --python "$tools/venv/bin/python" \
+      nanobind==2.9.2 grpcio-tools "setuptools>=77" wheel cmake ninja pip &&
+    realpath "$venv"/lib/python*/site-packages >"$tools/torch.pth" &&
+    mv "$tools/torch.pth" "$tools"/venv/lib/python*/site-packages &&
+    PATH="$tools/venv/bin:$PATH" "$tools/venv/bin/python" -m pip wheel --quiet --no-deps \
+      --no-build-isolation --wheel-dir "$tools" arctic-inference==0.3.0 &&
+    "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps "$tools"/*.whl
+}
+if [ -z "${2:-}" ] && ! "$venv/bin/python" -c "import arctic_inference" 2>/dev/null; then
+  echo "building arctic-inference: half a minute" >&2
+  build_suffix >"$tools/log" 2>&1 || {
+    tail -20 "$tools/log" >&2
+    echo "arctic-inference was not built: tests of the draft source 'suffix' are skipped" >&2
+  }
+fi
 touch "$venv/.ready"
