@@ -1,5 +1,7 @@
 """Random settings of an engine: a dict that is printed, and started, as it is."""
 
+import importlib.util
+
 import torch
 from hypothesis import strategies as st
 
@@ -8,6 +10,7 @@ from vllm_triforce.config.level2 import _LEVEL2_KEYS
 from vllm_triforce.config.triforce_config import LEVEL1_KEYS
 from vllm_triforce.selection import POLICIES
 
+HAS_SUFFIX = importlib.util.find_spec("arctic_inference") is not None
 SHORT = 768
 # Above 4,096 tokens the default retrieval budget depends on the context.
 LONG = {**dict.fromkeys(DRAFTS, 12288), "smollm2": 8192}
@@ -112,7 +115,10 @@ def _triforce(draw, runner: str, model: str, block_size: int, engine: dict) -> d
     if draw(st.integers(0, 3)):
         keys["gamma"] = draw(st.sampled_from([1, 2, 3, 4]))
     if not keys["draft"]:
-        keys["prompt_lookup_max"] = draw(st.sampled_from([1, 3, 8]))
+        if runner == "v1" and HAS_SUFFIX and draw(st.booleans()):
+            keys["draft_sources"] = "suffix"
+        else:
+            keys["prompt_lookup_max"] = draw(st.sampled_from([1, 3, 8]))
     if draw(st.integers(0, 4)) == 0:
         keys["selection"] = draw(st.sampled_from(sorted(POLICIES)))
     # Of two levels the others' keys would be refused.

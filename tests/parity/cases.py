@@ -5,6 +5,7 @@ A case says what is run; ``checks.py`` says what must come out. ``host`` is Mode
 what is large runs on the host alone, with a small case of the same promise for both.
 """
 
+import importlib.util
 import itertools
 import random
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from tests import reasoning_parser
 from vllm_triforce.config.draft_sources import SOURCES, SOURCES_V2
 from vllm_triforce.selection import POLICIES
 
+HAS_SUFFIX = importlib.util.find_spec("arctic_inference") is not None
 SLOW = "takes minutes in Triton's interpreter; '{}' holds the device to this promise"
 
 
@@ -125,6 +127,8 @@ def _by_source(source: str) -> list[Case]:
     small = _small(source)
     if source not in SOURCES_V2:
         small["skip"] = {"device": f"V2 drafts on the device, and {source!r} has no side there"}
+    if source == "suffix" and not HAS_SUFFIX:
+        small["skip"]["host"] = "arctic-inference is not installed"
     return [
         Case(
             f"greedy-{source}",

@@ -52,9 +52,16 @@ def choose_sources(
         defaults = (fitting, _LOOKUP) if model else (_LOOKUP,)
         return defaults if can_choose else defaults[:1]
     names = parse_sources(draft_sources)
-    # This loads the sources; one that imports model layers takes seconds.
-    with_model = [name for name in names if SOURCES[name].needs_model]
     setting = f"draft_sources={draft_sources!r}"
+    try:
+        # This loads the sources; one that imports model layers takes seconds.
+        with_model = [name for name in names if SOURCES[name].needs_model]
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0].replace("_", "-")
+        raise ValueError(
+            f"{setting} is not supported here: a source needs the package {package!r}, which is "
+            f"not installed. Run pip install {package}, or leave the source out."
+        ) from error
     if with_model and not model:
         raise ValueError(
             f"{setting}: {with_model[0]!r} needs a draft model. Name one with 'model', or leave it "

@@ -183,7 +183,8 @@ class Keys:
     draft_sources: str = _key(
         None,
         _LEVEL1,
-        "Sources of level 1's drafts, the preferred one first. The controller chooses between "
+        "Sources of level 1's drafts, the preferred one first; `suffix`, on Runner V1, is one that "
+        "reads [earlier answers](choosing.md#the-draft) too. The controller chooses between "
         "several. Where it does not (`adaptive` is false, or `gamma` is given and `levels` is not "
         "`1,3`) the default is the first one, and a list is refused. "
         "[One file](../CONTRIBUTING.md#a-source-of-drafts-in-one-file) adds another",

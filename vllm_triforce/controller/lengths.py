@@ -12,7 +12,9 @@ from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, MatchClass, SourceTraits
 
 
-def fixed_choice(config: ResolvedConfig, max_tokens: int, match_class: int | None = None) -> Choice:
+def fixed_choice(
+    config: ResolvedConfig, max_tokens: int, match_class: MatchClass | None = None
+) -> Choice:
     """Return a proposal of at most ``max_tokens``, one at least, by the configuration alone."""
     if config.levels == "1,3":
         num_rounds = -(-max_tokens // config.gamma)

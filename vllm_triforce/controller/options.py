@@ -40,7 +40,7 @@ class Options:
     """
 
     routes: list[Route]  # [num_options]
-    match_classes: list[dict[Route, int | None]]  # by route, for each request
+    match_classes: list[dict[Route, MatchClass | None]]  # by route, for each request
     lengths: np.ndarray  # tokens of the proposal
     tokens: np.ndarray  # expected accepted ones
     seconds: np.ndarray  # passes of a route are shared by all requests

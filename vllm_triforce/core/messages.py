@@ -4,7 +4,8 @@ With ``SchedulerOutput``, which goes to every rank as it is:
 
 - a step's plan: on Model Runner V2 the scheduler may be some steps ahead of the device, and the
   host never waits for it. So proposals are planned when their step is made;
-- the number of blocks that requests keep, where the scheduler took back blocks that it had lent.
+- the number of blocks that requests keep, where the scheduler took back blocks that it had lent;
+- on Model Runner V1, the ``cache_salt`` of new requests, which keeps tenants apart.
 
 With ``ModelRunnerOutput``:
 
@@ -59,6 +60,8 @@ class StepDrafts(NamedTuple):
 PLAN = Message[StepPlan]("triforce_plan")
 BLOCKS_KEPT = Message[Mapping[str, tuple[int, ...]]]("triforce_blocks_kept")
 """By KV cache group, of requests that gave blocks back."""
+TENANTS = Message[Mapping[str, str]]("triforce_tenants")
+"""Of new requests, "" without a salt."""
 # Attributes of vLLM's ModelRunnerOutput.
 REPORT = Message[StepReport]("triforce_report")
 DRAFTS = Message[StepDrafts]("triforce_drafts")

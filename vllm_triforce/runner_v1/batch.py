@@ -30,6 +30,8 @@ class RunnerBatch:
         self._runner = runner
         self._config = config
         self._disabled = disabled
+        self.tenants: dict[str, str] = {}
+        """``cache_salt`` by request, "" without one; none where the scheduler is the user's."""
 
     def is_never_speculated_on(self, row: int) -> bool:
         """True if a request is excluded from speculation for good."""
@@ -101,7 +103,7 @@ class RunnerBatch:
             sampled, counts: token ids of the step, and the number of valid ones.
             metadata: vLLM's ``SamplingMetadata``.
         """
-        input_batch = self._runner.input_batch
+        input_batch, ids = self._runner.input_batch, self._runner.input_batch.req_ids
         requests, params = list(map(self._request, rows)), list(map(self._params, rows))
         token_ids, logits_processors = [], []
         for row, request in zip(rows, requests):
@@ -122,7 +124,7 @@ class RunnerBatch:
                 place = feature.mm_position
                 row_ids[place.offset : place.offset + place.length] = PLACEHOLDER
         return DraftBatch(
-            request_ids=[input_batch.req_ids[row] for row in rows],
+            request_ids=[ids[row] for row in rows],
             token_ids=token_ids,
             num_computed_tokens=[computed[row] for row in rows],
             max_num_tokens=[max_lens[row] for row in rows],
@@ -131,6 +133,8 @@ class RunnerBatch:
                 for table in input_batch.block_table.block_tables
             ],
             sampling=self.sampling(rows, params, metadata),
+            # A seeded request's samples must not depend on answers to others.
+            tenants=[None if self.has_seed(r) else self.tenants.get(ids[r]) for r in rows],
             num_plain_reqs=sum(map(bool, counts)) - len(rows),
             is_greedy=list(map(is_greedy, params)),
             logits_processors=logits_processors,

@@ -29,6 +29,8 @@ class DraftBatch:
     sampling: SamplingRows
     logits_processors: list[LogitsProcessing | None] = field(default_factory=list)
     """None for requests that change no logits; empty if none does."""
+    tenants: list[str | None] = field(default_factory=list)
+    """Requests of a tenant may see each other's answers, requests of None nobody's."""
     # For the controller, which chooses before a batch is divided.
     num_plain_reqs: int = 0
     """Number of requests in the engine's step that cannot be speculated on."""
@@ -86,6 +88,7 @@ class DraftBatch:
             [pick(tables) for tables in self.block_tables],
             self.sampling.take(rows),
             pick(self.logits_processors) if self.logits_processors else [],
+            pick(self.tenants) if self.tenants else [],
         )
 
 

@@ -20,6 +20,7 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import HEAD_SOURCE, SOURCES
 from vllm_triforce.controller import Controller, CostModel, Measurements
 from vllm_triforce.controller.describe import describe
+from vllm_triforce.core.messages import TENANTS
 from vllm_triforce.core.models import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.metrics.counters import LevelCounters
@@ -53,7 +54,7 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         self.set_up(runner, config, draft_model)
         self._adapters = AdapterSwitch(runner) if vllm_config.lora_config is not None else None
         self.counters = self.sent_counters = LevelCounters()
-        self._requests: dict[str, object] = {}
+        self._requests: dict[str, Any] = {}
         """Requests with state in the speculator, by id."""
         self._routes: dict[str, str] = {}
         """Route of each request's last proposal."""
@@ -183,6 +184,11 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         return {**held, "draft probs": len(self._draft_probs), "runner": len(self._requests)}
 
     # Every step.
+
+    def begin_step(self, scheduler_output) -> None:
+        for request_id in scheduler_output.finished_req_ids:
+            self._batch.tenants.pop(request_id, None)
+        self._batch.tenants.update(TENANTS.of(scheduler_output) or {})
 
     def prepare_next_token_ids_padded(self, sampled_token_ids, *args):
         """Note the step's tokens: proposals are made from lists."""
@@ -333,6 +339,8 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             self._states.keep(running)
         for request_id, request in list(self._requests.items()):
             if running.get(request_id) is not request:  # it left, or its id has a new owner
+                for source in self.speculator.level1.sources.values():
+                    source.add_answer(request_id, request.output_token_ids)
                 self.speculator.release(request_id)
                 self._draft_probs.forget(request_id)
                 self._routes.pop(request_id, None)

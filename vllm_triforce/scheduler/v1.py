@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_triforce.config import read_config
 from vllm_triforce.core.limits import decodes_plainly
-from vllm_triforce.core.messages import DRAFTS
+from vllm_triforce.core.messages import DRAFTS, TENANTS
 from vllm_triforce.scheduler.grammar_masks import GrammarMaskMixin
 from vllm_triforce.scheduler.lookahead import LookaheadMixin, PrefixCacheMixin, has_seed
 from vllm_triforce.scheduler.stats import StatsMixin
@@ -32,6 +32,8 @@ class TriForceScheduler(LookaheadMixin, PrefixCacheMixin, StatsMixin, GrammarMas
 
     def _update_after_schedule(self, scheduler_output) -> None:
         super()._update_after_schedule(scheduler_output)
+        new_ids = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+        TENANTS.attach(scheduler_output, {i: self.requests[i].cache_salt or "" for i in new_ids})
         request_ids = scheduler_output.num_scheduled_tokens
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         proposing = [

@@ -33,6 +33,7 @@ _PRIVATE = (
 # Words of options and keys, which say nothing of a user.
 _WORDS = {*(field.name for field in fields(TriForceConfig)), *DTYPES}
 _WORDS |= {"triforce", "auto", "fp8", "doctor", "retrieval", "quest", "streaming", "prompt_lookup"}
+_WORDS |= {"suffix"}
 
 
 def write_report(path: Path, results: dict[str, Any], argv: Iterable[str]) -> None:

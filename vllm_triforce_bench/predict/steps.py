@@ -114,7 +114,8 @@ class Acceptance:
 
 
 def sources_of(config: ResolvedConfig) -> tuple[str, ...]:
-    return tuple(LOOKUP if name == "prompt_lookup" else DRAFT for name in config.sources)
+    lookups = "prompt_lookup", "suffix"
+    return tuple(LOOKUP if name in lookups else DRAFT for name in config.sources)
 
 
 def settings(budget: int, sources: tuple[str, ...], levels: str = "1,2,3") -> list[Setting]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.controller.routes import SourceTraits
+from vllm_triforce.controller.routes import MatchClass, SourceTraits
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 
 
@@ -17,8 +17,9 @@ from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 class Match:
     """Tokens that a source can draft for a request."""
 
-    match_class: int = 0
-    """Class of the first token's acceptance: an index into the source's ``prior_acceptance``."""
+    match_class: MatchClass = 0
+    """Class of the first token's acceptance, an index into the source's ``prior_acceptance``, or of
+    each token that there is."""
 
 
 @dataclass
@@ -132,6 +133,9 @@ class DraftSource(ABC):
     def num_requests(self) -> int:
         """Number of requests with state in the source."""
         return 0
+
+    def add_answer(self, request_id: str, token_ids: list[int]) -> None:  # noqa: B027
+        """Take the answer of a request that has left the engine, before ``release()``."""
 
     def clean(self, request_id: str) -> None:  # noqa: B027
         """Remove NaN from a request's state."""
