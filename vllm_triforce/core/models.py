@@ -264,13 +264,11 @@ def _separate_modules(model: nn.Module, target: nn.Module) -> None:
     float32). A pass in another dtype rounds their table for good (``_match_cos_sin_cache_dtype`` in
     vllm/model_executor/layers/rotary_embedding/base.py).
     """
-    of_target, own = set(target.modules()), dict[nn.Module, nn.Module]()
+    of_target, copies = set(target.modules()), dict[int, Any]()
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if module in of_target:
-            if module not in own:
-                own[module] = copy.deepcopy(module)
             parent, _, child = path.rpartition(".")
-            setattr(model.get_submodule(parent), child, own[module])
+            setattr(model.get_submodule(parent), child, copy.deepcopy(module, copies))
 
 
 def _share_attention(

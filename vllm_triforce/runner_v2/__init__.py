@@ -1,5 +1,1 @@
-"""The three levels on Model Runner V2, with all tokens on the device.
-
-Rows have a fixed shape, so that the models' passes are CUDA graphs, and the host launches each
-proposal's rounds without waiting for a token.
-"""
+"""The three levels on Model Runner V2: tokens stay on the device, in the shapes of CUDA graphs."""

@@ -87,14 +87,12 @@ class Reports:
             for request_ids, outcomes in rows
             for request_id, values in zip(request_ids, outcomes.tolist())
         }
-        seconds = {route: _seconds_between(begin, end) for route, begin, end in marks}
+        seconds = {
+            # Without a device marks are seconds of the host's clock.
+            route: end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
+            for route, begin, end in marks
+        }
         return StepReport(number, proposed, seconds, measured, disabled)
-
-
-def _seconds_between(begin, end) -> float:
-    if isinstance(begin, float):
-        return end - begin
-    return begin.elapsed_time(end) / 1000
 
 
 class ProposedTokensHandler(DraftTokensHandler):

@@ -125,7 +125,11 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
             lambda request_id: self._candidate(self.requests[request_id], max_tokens[request_id]),
             num_plain,
         )
-        reads_prompts = bool(chosen) and self._reads_prompts(scheduled)
+        reads_prompts = bool(chosen) and any(
+            (request := self.requests[request_id]).is_prefill_chunk
+            or request.num_computed_tokens - count < request.num_prompt_tokens
+            for request_id, count in scheduled.items()
+        )
         proposing = {
             request_id: choice
             for request_id, choice in chosen.items()
@@ -134,14 +138,6 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
             or has_seed(self.requests[request_id])
         }
         return StepPlan(number, proposing, tuple(self._disabled))
-
-    def _reads_prompts(self, scheduled: Mapping[str, int]) -> bool:
-        """True if a request of the step just scheduled reads tokens of its prompt."""
-        return any(
-            (request := self.requests[request_id]).is_prefill_chunk
-            or request.num_computed_tokens - count < request.num_prompt_tokens
-            for request_id, count in scheduled.items()
-        )
 
     def _max_tokens(self, request) -> int:
         """Return the maximum tokens that a request may propose in the step just scheduled."""

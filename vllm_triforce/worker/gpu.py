@@ -190,15 +190,11 @@ class TriForceGPUWorker(Worker):
 
     def sample_tokens(self, *args, **kwargs):
         output = self.triforce.end_step(super().sample_tokens(*args, **kwargs))
-        if self._sends_drafts:
-            self._attach_drafts(output)
-        return self._with_counters(output)
-
-    def _attach_drafts(self, output) -> None:
         # vLLM's empty output is shared by all steps.
-        if output is not None and getattr(output, "req_ids", None):
+        if self._sends_drafts and getattr(output, "req_ids", None):
             drafts = self.model_runner.take_draft_token_ids()
             DRAFTS.attach(output, StepDrafts(drafts, not self.triforce.backoff.rests_next))
+        return self._with_counters(output)
 
     def _with_counters(self, output):
         return output if self._counter_sender is None else self._counter_sender.attach(output)
