@@ -135,9 +135,10 @@ def test_drafts_are_drawn_from_level_1s_distribution(vocab_size):
 
 def test_a_draft_of_logits_that_are_not_numbers_is_redrawn():
     """From level 2's, which are right: nothing is disabled."""
-    temperature = torch.ones(1)
+    count = 100
+    temperature = torch.ones(count)
     rows = some_rows(
-        1,
+        count,
         gamma=1,
         length=1,
         room=6,
@@ -145,11 +146,13 @@ def test_a_draft_of_logits_that_are_not_numbers_is_redrawn():
         num_drafted=1,
         computed=8,
         temperature=temperature,
-        seeds=[1],
+        seeds=list(range(count)),
     )
-    counters = verify(rows, torch.zeros(1, 2, 5), temperature, torch.full((1, 1, 5), torch.nan))
-    assert rows.length[0] == 2 and 0 <= rows.proposal[0, 1] < 5 and rows.room[0] == 6
-    assert counters[DeviceCounter.NUM_NAN_REQUESTS] == rows.slot_disabled[0] == 0
+    draft = torch.full((count, 1, 5), torch.nan)
+    counters = verify(rows, torch.zeros(count, 2, 5), temperature, draft)
+    assert (rows.length[:count] == 2).all() and (rows.room[:count] == 6).all()
+    assert rows.proposal[:count, 1].bincount(minlength=5).min() > 8  # each of five has a fifth
+    assert counters[DeviceCounter.NUM_NAN_REQUESTS] == rows.slot_disabled.sum() == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

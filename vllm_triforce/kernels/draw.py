@@ -186,7 +186,9 @@ def _race_kernel(
                     draft_ptr + draft_row * vocab_size + tokens, mask=mask, other=float("-inf")
                 )
                 drafted = drafted.to(tl.float32) / temperature
-                probs -= tl.exp(drafted - tl.load(draft_lse_ptr + draft_row))
+                drafted = tl.exp(drafted - tl.load(draft_lse_ptr + draft_row))
+                # A draft whose probability is NaN is always rejected: all of the target's is left.
+                probs -= tl.where(drafted == drafted, drafted, 0.0)
     out = row * num_blocks + block
     # Comparisons are false for NaN, which therefore never wins.
     value = tl.where(probs > 0, probs, 0.0) / delay

@@ -52,6 +52,7 @@ class Rows:
         self.seeds = table.view(torch.int64)[:, StateColumn.SEED // 2]
         self.temperature = table.view(torch.float32)[:, StateColumn.TEMPERATURE]
         self.computed = table[:, StateColumn.COMPUTED]
+        self.last_token = table[:, StateColumn.LAST_TOKEN]
         self.length = table[:, StateColumn.LENGTH]
         self.room = table[:, StateColumn.ROOM]
         self.tail = table[:, StateColumn.TAIL]
