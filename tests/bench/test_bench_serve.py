@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from tests.bench.test_bench import asked, results, stands_alone
-from tests.bench.test_bench_run import run_command
-from tests.models import PROMPTS, ROOT
+from tests.bench.test_bench_run import arguments, run_command
+from tests.models import ROOT
 from vllm_triforce_bench.bench import measurement, methods, serve, serve_report, server
 from vllm_triforce_bench.bench.grid import PairedSet, groups, whole_sets
 from vllm_triforce_bench.bench.methods import CONTROL_VARIANT, Variant
@@ -182,20 +182,19 @@ def test_the_page_stands_alone_and_has_the_numbers():
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_two_servers_are_measured_in_turns(pair, tmp_path):
-    given = ["bench", "--serve", "--target", pair["target"], "--draft", pair["draft"]]
-    given += ["--prompts", str(PROMPTS / "held_out.txt"), "--output", str(tmp_path)]
+    given = arguments(pair, "--serve", "--batch-sizes", "2", "--repetitions", "1", "--no-control")
     given += [
-        "--batch-sizes",
-        "2",
-        "--contexts",
-        "256",
-        "--tokens",
-        "32",
-        "--repetitions",
-        "1",
-        "--no-control",
+        "--output",
+        str(tmp_path),
+        "--requests-per-run",
+        "4",
+        "--warmup",
+        "0",
+        "--budgets",
+        "128",
+        "--dtypes",
+        "float32",
     ]
-    given += ["--requests-per-run", "4", "--warmup", "0", "--budgets", "128", "--dtypes", "float32"]
     engine = {"enforce_eager": True, "block_size": 32, "distributed_executor_backend": "uni"}
     given += ["--engine", json.dumps(engine)]
     given += ["--triforce", '{"min_context": 0, "adaptive": false}']
@@ -206,8 +205,8 @@ def test_two_servers_are_measured_in_turns(pair, tmp_path):
     assert [(run["method"], run["order"]) for run in runs] == [("stock", 0), ("triforce", 1)]
     for run in runs:
         assert run["result"]["completed"] == 4 and run["result"]["failed"] == 0
-        assert run["result"]["total_input_tokens"] == 4 * 256
-        assert run["result"]["total_output_tokens"] == 4 * 32
+        assert run["result"]["total_input_tokens"] == 4 * 300
+        assert run["result"]["total_output_tokens"] == 4 * 16
         assert 0 < run["result"]["median_tpot_ms"] < run["result"]["median_ttft_ms"] * 1000
         assert run["steps"] > 0
     assert runs[1]["result"]["spec_decode_num_drafts"] > 0

@@ -243,9 +243,10 @@ def test_blocks_of_a_row_with_nan_are_scrubbed(dtype, whole):
                 assert torch.equal(found.isnan(), was.isnan())
 
 
-@pytest.mark.parametrize("certain", [[0, 0, 0], [1, 1, 0]])
+@pytest.mark.parametrize("certain", [[0, 0, 0], [1, 1, 0], None])
 @pytest.mark.parametrize("vocab_size", [19, 5000])
 def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
+    """Rows of prompt lookup, None, have no logits, and certain tokens."""
     handed_up = DraftLogits(torch.full((5, 6, vocab_size), -3.0, device=DEVICE), 9)
     target = some_logits(3, 3, vocab_size, seed=8).to(DEVICE)
     rows = some_rows(
@@ -254,29 +255,18 @@ def test_distributions_are_handed_up_where_the_tokens_went(vocab_size, certain):
         length=[2, 5, 6],
         num_emitted=[2, 3, 1],
         temperature=[1.0, 0.0, 0.5],
-        proposal=[[3] * 6, [1] * 6, [0] * 6],
+        proposal=[[3, vocab_size - 1] * 3, [1] * 6, [0] * 6],
     )
     rows.row_metadata[:3, RowColumn.SLOT] = integers([4, 0, 2])
-    rows.row_metadata[:3, RowColumn.ONE_HOT] = integers(certain)
-    export_distributions(handed_up, rows, target)
+    rows.row_metadata[:3, RowColumn.ONE_HOT] = integers(certain or [0, 0, 0])
+    export_distributions(handed_up, rows, target if certain else None)
     expected = torch.full((5, 6, vocab_size), -3.0, device=DEVICE)
     expected[4, 0:2] = target[0, :2]
-    if certain[0]:
-        expected[4, 0:2] = torch.full((vocab_size,), -torch.inf)
-        expected[4, 0:2, 3] = 0
     expected[2, 5] = target[2, 0]
+    if certain is None or certain[0]:
+        expected[4, 0:2] = -torch.inf
+        expected[4, 0, 3] = expected[4, 1, vocab_size - 1] = 0
+    if certain is None:
+        expected[2, 5] = -torch.inf
+        expected[2, 5, 0] = 0
     assert torch.equal(handed_up.logits, expected), "a greedy row hands up none"
-
-
-def test_looked_up_tokens_are_exported_as_one_hot():
-    """Rows of prompt lookup have no logits."""
-    handed_up = DraftLogits(torch.full((3, 4, 5000), -3.0, device=DEVICE), 9)
-    rows = some_rows(2, gamma=2, num_speculative_tokens=4, length=[3, 2], num_emitted=[2, 2])
-    rows.proposal[:2] = integers([[7, 8, 4999, 7], [1, 1, 1, 1]], torch.int64)
-    rows.row_metadata[:2, RowColumn.SLOT] = integers([2, 0])
-    rows.temperature[0] = 1
-    export_distributions(handed_up, rows, None)
-    expected = torch.full((3, 4, 5000), -3.0, device=DEVICE)
-    expected[2, 1:3] = -torch.inf
-    expected[2, 1, 8] = expected[2, 2, 4999] = 0
-    assert torch.equal(handed_up.logits, expected)

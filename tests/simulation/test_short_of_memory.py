@@ -25,16 +25,6 @@ def assert_no_more_steps(ours: Engine, stock: Engine) -> None:
 
 
 @MODES
-def test_short_requests_run_together_as_without_speculation(is_asynchronous):
-    """33 blocks for 33 requests: room for a draft would need two blocks each."""
-    arrivals = [Arrival(0.0, 80, 48) for _ in range(96)]
-    settings = {"num_blocks": 34, "block_size": 128, "is_asynchronous": is_asynchronous}
-    stock, ours = (serve(its, arrivals, **settings) for its in (False, True))
-    assert stock.num_preempted == ours.num_preempted == 0
-    assert_no_more_steps(ours, stock)
-
-
-@MODES
 @pytest.mark.parametrize("block_size, num_blocks", [(16, 60), (128, 9)])
 def test_drafts_preempt_nobody(is_asynchronous, block_size, num_blocks):
     """Everybody drafts at every step, nothing is accepted: the schedule is stock vLLM's."""

@@ -175,15 +175,6 @@ def test_each_size_is_captured_without_and_with_adapters(runner, captured):
         assert (desc.num_reqs, desc.num_active_loras > 0) == (size, has_adapters)
 
 
-def test_without_lora_there_are_no_more_graphs(runner, captured):
-    level2, replayed = captured(None)
-    level2.begin(["0", "1", "2"])
-    for rows, size in ((1, 1), (3, 4)):
-        level2.run(rows)
-        desc = replayed.pop()
-        assert (desc.num_reqs, desc.num_active_loras) == (size, 0)
-
-
 @pytest.mark.parametrize("num_rows", range(1, 6))
 def test_a_graph_has_room_for_any_mix_of_adapters(runner, num_rows):
     """With ``specialize_active_lora`` a batch of more adapters would lose the last."""

@@ -95,11 +95,8 @@ def test_padding_is_neither_drafted_nor_accepted(scheduler):
     scheduler.step(5, {"a": 0, "c": 6}, (4, {"a": 1, "c": 6}))
     assert scheduler.steps_of("a") == [(4, 2), (1, 0)]
     assert scheduler.steps_of("c") == [(6, 6)]
-
-
-def test_nothing_is_counted_where_all_was_padding(scheduler):
-    assert scheduler.step(4, {"a": 1}, (3, {})) is None
-    assert scheduler.steps_of("a") == []
+    assert scheduler.step(6, {"c": 1}, (5, {})) is None
+    assert scheduler.steps_of("c") == [(6, 6)]
 
 
 def test_forbidden_tokens_are_not_drafted(scheduler):

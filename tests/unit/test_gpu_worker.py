@@ -96,20 +96,6 @@ def dispatched(manager, *tokens: int, has_prefill: bool = False):
     return manager.dispatch(len(tokens), sum(tokens), uniform, 0, max_query_len=longest)
 
 
-def test_plain_decoding_has_its_graphs(manager):
-    assert dispatched(manager, 1, 1, 1).cg_mode == CUDAGraphMode.PIECEWISE, "the mended fault"
-    add_plain_decode_graphs(manager)
-    stock = manager_of(16, 0)
-    for num_reqs in (1, 3, 4, 9, 16):
-        desc = dispatched(manager, *(1,) * num_reqs)
-        assert desc in full_graphs(manager) and desc.uniform_token_count == 1
-        assert num_reqs <= desc.num_tokens <= dispatched(stock, *(1,) * num_reqs).num_tokens
-    assert dispatched(manager, 7, 7).cg_mode == CUDAGraphMode.FULL
-    assert dispatched(manager, 7, 1).cg_mode == CUDAGraphMode.PIECEWISE
-    sizes = [desc.num_tokens for desc in full_graphs(manager)]
-    assert sizes == sorted(sizes, reverse=True)
-
-
 def test_every_mix_of_lengths_has_a_graph(manager):
     """Steps that stock vLLM decodes in one graph have one with TriForce."""
     serve_any_mix(manager)
@@ -121,6 +107,8 @@ def test_every_mix_of_lengths_has_a_graph(manager):
         assert desc.num_reqs >= len(tokens) and desc.num_tokens >= sum(tokens)
     for size in (1, 3, 16):
         assert dispatched(manager, *(1,) * size).uniform_token_count == 1
+    sizes = [desc.num_tokens for desc in full_graphs(manager)]
+    assert sizes == sorted(sizes, reverse=True)
     assert dispatched(manager, 7, 1, has_prefill=True).cg_mode == CUDAGraphMode.PIECEWISE
     assert dispatched(manager, 8, 1).cg_mode == CUDAGraphMode.PIECEWISE
 
@@ -241,6 +229,11 @@ def test_drafts_with_alibi_or_sinks_are_refused_on_a_gpu(of_model, of_text):
         ({"seqs": 64, "tokens": 319}, r"max_num_batched_tokens=319.* 320 tokens"),
         ({"seqs": 16, "tokens": 79}, r"max_num_batched_tokens=79.* 80 tokens"),
         ({"seqs": 16, "tokens": 80}, None),
+        # Compiled code reads M-RoPE positions by the strides of vLLM's buffer, and Gemma 3n and 4
+        # keep each layer's embeddings in one.
+        ({"mrope": True, "seqs": 16, "tokens": 79}, r"tokens=79 .* takes images or has M-RoPE,"),
+        ({"images": True, "seqs": 16, "tokens": 79}, r"tokens=79 .* takes images or has M-RoPE,"),
+        ({"images": True, "seqs": 16, "tokens": 80}, None),
     ],
 )
 def test_unsupported_settings_on_a_gpu_are_refused(changed, named, monkeypatch):
@@ -248,8 +241,8 @@ def test_unsupported_settings_on_a_gpu_are_refused(changed, named, monkeypatch):
     monkeypatch.setattr(checks, "_reads_fp8", lambda: False)  # as on an A100
     model_config = SimpleNamespace(
         model="a model",
-        uses_mrope=False,
-        supports_multimodal_inputs=False,
+        uses_mrope="mrope" in changed,
+        supports_multimodal_inputs="images" in changed,
         enable_sleep_mode=changed.get("sleeps", False),
     )
     vllm_config = SimpleNamespace(
@@ -260,7 +253,7 @@ def test_unsupported_settings_on_a_gpu_are_refused(changed, named, monkeypatch):
             sliding_window=None,
         ),
         use_v2_model_runner=changed.get("use_v2", True),
-        lora_config=SimpleNamespace() if "seqs" in changed else None,
+        lora_config=SimpleNamespace() if list(changed) == ["seqs", "tokens"] else None,
         scheduler_config=SimpleNamespace(
             max_num_seqs=changed.get("seqs"), max_num_batched_tokens=changed.get("tokens")
         ),
@@ -307,6 +300,7 @@ def test_graphs_are_at_most_a_third_more_than_stock_vllms():
         counts = memory_table.graphs(seqs, config, has_draft=False)
         assert sum(counts.values()) <= 1.34 * memory_table.num_stock_graphs(seqs)
         stock, ours = manager_of(seqs, 0), manager_of(seqs, config.num_speculative_tokens)
+        assert dispatched(ours, 1, 1, 1).cg_mode == CUDAGraphMode.PIECEWISE, "the mended fault"
         add_plain_decode_graphs(ours)
         for desc in full_graphs(stock):
             assert dispatched(ours, *(1,) * desc.num_reqs).num_tokens == desc.num_tokens

@@ -6,8 +6,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from tests.refusals import refused
-from vllm_triforce.config.checks import _check_pass_size
 from vllm_triforce.runner_v1.levels import LevelsV1
 from vllm_triforce.runner_v2.batch import Placeholders
 
@@ -40,24 +38,6 @@ def test_ids_are_those_that_stand_for_an_embedding():
     assert seen.tolist() == [[-1, -1, 7, 1], [300, 0, -1, -1]]
     assert "image" in placeholders and "text" not in placeholders and "gone" not in placeholders
     assert "text" not in Placeholders(SimpleNamespace(encoder_cache=None, device=None))
-
-
-@pytest.mark.parametrize("takes_images", [True, False])  # False: --language-model-only
-def test_level2_passes_fit_the_positions(takes_images):
-    """Compiled code reads M-RoPE positions by the strides of vLLM's buffer, and Gemma 3n and 4
-    keep each layer's embeddings in one."""
-    config = SimpleNamespace(max_speculating_seqs=8, gamma=4, uses_level2=True)
-    scheduler = SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=39)
-    model = SimpleNamespace(
-        model="a model", uses_mrope=True, supports_multimodal_inputs=takes_images
-    )
-    engine = SimpleNamespace(scheduler_config=scheduler, model_config=model, lora_config=None)
-    with refused(
-        "max_num_batched_tokens=39 with target 'a model', which takes images or has M-RoPE,"
-    ):
-        _check_pass_size(engine, config)
-    scheduler.max_num_batched_tokens = 40
-    _check_pass_size(engine, config)
 
 
 @pytest.mark.parametrize("num_rows, longest", [(2, 19), (8, 4), (16, 4)])

@@ -51,12 +51,6 @@ def made(monkeypatch):
     return make
 
 
-def test_uncaptured_rounds_run_for_the_present_rows(made):
-    work, rows, calls, replayed = made()
-    rows.num_rows = 3
-    assert work(PRESENT) == (3,) and calls == [(3, False)] and not replayed
-
-
 def test_each_size_is_captured_with_its_passes_within_and_replayed_for_fewer_rows(made):
     work, rows, calls, replayed = made()
     rows.num_rows = 2

@@ -15,7 +15,6 @@ sys.path.append(str(ROOT / "examples"))
 
 from train_head import training
 from train_head.command import main
-from train_head.head import Head, Shape
 
 
 @pytest.mark.slow
@@ -58,39 +57,3 @@ def test_every_step_from_text_to_a_checkpoint(tmp_path, monkeypatch, capsys):
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     accepted = engine_config(target, triforce(model=str(tmp_path / "head")))
     assert accepted.speculative_config.draft_model_config.hf_config.draft_vocab_size == 256
-
-
-def test_a_later_step_attends_to_its_own_chain():
-    """As if each place had its own sequence: the states up to it, then its drafts."""
-    torch.manual_seed(0)
-    shape = Shape(64, 96, 4, 2, 16, 10000.0, 1e-6, 32)
-    layer = Head(shape).midlayer
-    embeds, hidden = torch.randn(1, 7, 64), torch.randn(1, 5, 64)
-    cache: list = []
-    outputs = [hidden]
-    for step in range(3):
-        positions = torch.arange(step, step + 5)
-        outputs.append(layer(embeds[:, step : step + 5], outputs[-1], positions, cache))
-    for place in range(5):
-        alone: list = []
-        first = layer(
-            embeds[:, : place + 1], hidden[:, : place + 1], torch.arange(place + 1), alone
-        )
-        state = first[:, -1:]
-        for step in (1, 2):
-            at = place + step
-            state = _next(layer, embeds[:, at : at + 1], state, at, alone)
-            assert torch.allclose(state, outputs[step + 1][:, place : place + 1], atol=1e-5)
-
-
-def _next(layer, embeds, hidden, position: int, cache: list) -> torch.Tensor:
-    """Run one token after all in ``cache``, causally."""
-    from unittest import mock
-
-    def attend_to_all(q, cache):
-        keys, values = (torch.cat(parts, 2) for parts in zip(*cache))
-        weights = (q @ keys.mT * q.shape[-1] ** -0.5).softmax(-1)
-        return weights @ values
-
-    with mock.patch("train_head.head.attend", attend_to_all):
-        return layer(embeds, hidden, torch.tensor([position]), cache)
