@@ -61,9 +61,8 @@ def test_what_would_run_is_what_the_engine_is_configured_as(capsys, pair):
     assert code == 0
     assert engine["runner"] == ("V2" if config.use_v2_model_runner else "V1")
     assert engine["worker"] == config.parallel_config.worker_cls
-    assert {**engine["settings"], "draft_model": engine["draft"]} == config.additional_config[
-        "triforce"
-    ]
+    settings = json.loads(json.dumps(config.additional_config["triforce"]))
+    assert {**engine["settings"], "draft_model": engine["draft"]} == settings
     assert engine["settings"]["gamma"] == 3 and "gamma" not in engine["chosen_while_running"]
     assert found["layers"]["attention_backend"] == "CPU_ATTN"
     assert len(found["layers"]["retrieve"]) == config.model_config.hf_config.num_hidden_layers

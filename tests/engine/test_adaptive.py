@@ -137,7 +137,7 @@ def test_random_decisions_greedy(engines, pair, with_draft, temperature, seed, t
     names = [source.name for source in controller_of(llm).sources]
     levels = [f"level 1: {name}" for name in [None, *names]]
     for name in ("rest", PLAIN_ROUTE, HIERARCHICAL, *names, *levels):
-        assert dice.decided[name] > 2, dice.decided
+        assert dice.decided[name] > 1, dice.decided
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.sample.metadata import SamplingMetadata
 
 from tests.unit.worlds import (
     DRAFT,
@@ -307,7 +306,7 @@ def test_the_test_of_a_sampled_token_has_its_price():
     assert choices[False, 0.003].num_tokens < choices[False, 0.0].num_tokens
 
 
-def test_start_up_times_the_test_of_a_sampled_token():
+def test_start_up_times_the_test_of_a_sampled_token(monkeypatch):
     made, tested = object.__new__(calibration.Calibration), []
 
     def timed(runs: dict) -> dict:
@@ -315,20 +314,13 @@ def test_start_up_times_the_test_of_a_sampled_token():
             run()
         return {count: 0.01 + 0.002 * count for count in runs}
 
-    sampling = SamplingMetadata(*[None] * len(dataclasses.fields(SamplingMetadata)))
-    made.runner = SimpleNamespace(
-        device="cpu",
-        input_batch=SimpleNamespace(sampling_metadata=sampling),
-        rejection_sampler=lambda drafts, *args: tested.append((drafts.num_draft_tokens, args)),
-    )
     made._length, made._timer = 16, SimpleNamespace(all_seconds=timed)
-    made._vllm_config = SimpleNamespace(
-        speculative_config=SimpleNamespace(synthetic_acceptance_rates=None),
-        model_config=SimpleNamespace(get_vocab_size=lambda: 100),
-    )
+    config = SimpleNamespace(get_vocab_size=lambda: 100)
+    made._vllm_config = SimpleNamespace(model_config=config)
+    monkeypatch.setattr(calibration, "rejection_sample", lambda *args: tested.append(args))
     assert made._test_per_token() == pytest.approx(0.002)
-    assert [counts for counts, _ in tested] == [[1], [16]]
-    assert all(args[1].shape == (1, 100) and args[2].all_random for _, args in tested)
+    assert [args[1] for args in tested] == [[1], [16]]
+    assert all(args[5].shape == (args[2], 100) and args[7].all_random for args in tested)
 
 
 @pytest.mark.parametrize("speculating", [0.02, 0.1])

@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.sample.rejection_sampler import rejection_sample
 
 from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION
 from vllm_triforce.config import ResolvedConfig
@@ -26,6 +27,7 @@ from vllm_triforce.core.calibration import (
 )
 from vllm_triforce.core.model_pass import PassInput, run_model, target_inputs
 from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
+from vllm_triforce.runner_v1.rejection import acceptance_probs
 from vllm_triforce.runner_v1.sampling import SamplingRows
 from vllm_triforce.runner_v1.sources.source import DraftSource
 from vllm_triforce.runner_v1.speculator import SpeculatorV1
@@ -218,26 +220,19 @@ class Calibration:
         return seconds / _NUM_DRAFTS
 
     def _test_per_token(self) -> float:
-        """Measure what a further sampled draft token adds to level 3's test.
-
-        Synthetic acceptance, for benchmarks, does not look at distributions.
-        """
-        if self._vllm_config.speculative_config.synthetic_acceptance_rates is not None:
-            return 0.0
-        sampler, lengths = self.runner.rejection_sampler, sorted({1, self._length})
-        sampling = replace(
-            self.runner.input_batch.sampling_metadata,
-            temperature=torch.ones(1),
-            all_greedy=False,
-            all_random=True,
-            output_token_ids=[[]],
+        """Measure what a further sampled draft token adds to level 3's test."""
+        sampling: Any = SimpleNamespace(
+            all_greedy=False, all_random=True, temperature=torch.ones(1), generators={}
         )
+        vocab_size = self._vllm_config.model_config.get_vocab_size()
 
-        def run(num_tokens: int) -> None:
-            drafts = SpecDecodeMetadata.make_dummy([[0] * num_tokens], self.runner.device)
-            logits = torch.zeros(1, self._vllm_config.model_config.get_vocab_size())
-            sampler(drafts, None, logits, sampling)
+        def run(count: int) -> None:
+            ids, logits = torch.zeros(count, dtype=torch.int32), torch.zeros(count, vocab_size)
+            ends, bonus = torch.tensor([count], dtype=torch.int32), ids[None, :1]
+            acceptance_probs(ids, None, logits, False)
+            rejection_sample(ids, [count], count, ends, None, logits, bonus, sampling)
 
+        lengths = sorted({1, self._length})
         seconds = self._timer.all_seconds({n: partial(run, n) for n in lengths})
         return max(0.0, seconds[lengths[-1]] - seconds[1]) / max(1, lengths[-1] - 1)
 

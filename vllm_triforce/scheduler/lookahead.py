@@ -301,6 +301,8 @@ class LookaheadMixin(SchedulerBase):
             if num_blocks + more > num_available and not is_ahead:
                 more = self._num_to_admit(request, end, hit) + watermark
             if num_blocks + more > num_available:
+                if not request.num_computed_tokens and request.request_id not in self._hits:
+                    num_tokens += 1  # vLLM looks a request up only where a token is left
                 break
             count = min(max(1, request.num_tokens - hit.num_tokens), max_chunk)
             if count > num_left and not self.scheduler_config.enable_chunked_prefill:
