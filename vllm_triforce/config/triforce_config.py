@@ -61,7 +61,7 @@ _GONE_KEYS = {
 
 @dataclass(frozen=True)
 class ResolvedConfig(Keys):
-    """Result of ``TriForceConfig.resolve()``; goes to the workers as a dict of its fields."""
+    """Result of ``TriForceConfig.resolve()``; goes to the workers as a dict."""
 
     block_size: int = dataclasses.field(kw_only=True)
     """Tokens in a retrieval chunk: one of vLLM's KV blocks, on a GPU also a part of a large one."""

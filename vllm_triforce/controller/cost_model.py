@@ -15,7 +15,7 @@ _FASTER = 1 / 2
 _FORGOTTEN = 1 / 1024  # in a plain step
 # A step is believed to have taken at most twice the expected time: engines pause.
 _CREDIBLE = 2.0
-# A decision is priced at so many times its own seconds: an allowance for what else it slows down.
+# Factor on a decision's own seconds: an allowance for other work that it slows down.
 _DECISION_DELAY = 2.0
 # Relative error of predictions, before any was compared with a step; and at least, since
 # acceptance is predicted worse than time.

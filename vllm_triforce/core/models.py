@@ -258,7 +258,7 @@ def copy_config(name: str, vllm_config) -> VllmConfig:
 
 
 def _separate_modules(model: nn.Module, target: nn.Module) -> None:
-    """Give a copy modules of its own for those that are the target's.
+    """Copy the modules that a copy shares with the target.
 
     Models of one process share rotary embeddings of one dtype, which a model may name (gpt-oss:
     float32). A pass in another dtype rounds their table for good (``_match_cos_sin_cache_dtype`` in

@@ -220,7 +220,7 @@ class Calibration:
         return seconds / _NUM_DRAFTS
 
     def _test_per_token(self) -> float:
-        """Measure what a further sampled draft token adds to level 3's test."""
+        """Measure the seconds of a further sampled draft token in level 3's test."""
         sampling: Any = SimpleNamespace(
             all_greedy=False, all_random=True, temperature=torch.ones(1), generators={}
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas
 import torch
 import vllm
+from cpuinfo import get_cpu_info  # vLLM needs it
 from rich import box
 from rich.table import Table as TerminalTable
 from vllm.platforms import current_platform
@@ -150,7 +151,9 @@ def machine() -> dict[str, str]:
         "vllm-triforce": vllm_triforce.__version__,
         "commit": commit,
         "vLLM": vllm.__version__,
-        "device": _cpu_name() if current_platform.is_cpu() else torch.cuda.get_device_name(),
+        "device": get_cpu_info().get("brand_raw", platform.machine())
+        if current_platform.is_cpu()
+        else torch.cuda.get_device_name(),
         "cores": f"{len(os.sched_getaffinity(0))}",
     }
 
@@ -169,13 +172,6 @@ def environment(argv: list[str]) -> dict[str, str]:
         "preloaded": " ".join(Path(path).name for path in preloaded if path) or "nothing",
         "command": shlex.join(["vllm-triforce", *argv]),
     }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def write_reports(folder: Path, results: dict, page: Page) -> None:

@@ -42,9 +42,8 @@ class Sizes:
         ).resolve(self.chunk_size)
         if config.retrieval_budget != self.budget:
             raise ValueError(
-                f"budget={self.budget} does not fit chunks of {self.chunk_size} tokens: it must be "
-                "a multiple, with room for the first chunk, one retrieved chunk and "
-                f"{config.retrieval_recent_tokens} recent tokens. Use {config.retrieval_budget}."
+                f"budget={self.budget} does not fit chunks of {self.chunk_size} tokens beside "
+                f"{config.retrieval_recent_tokens} recent ones. Use {config.retrieval_budget}."
             )
         object.__setattr__(self, "recent_tokens", config.retrieval_recent_tokens)
         object.__setattr__(self, "retrieval_budget", config.budget)

@@ -22,8 +22,7 @@ from vllm_triforce_bench.predict.geometry import Geometry
 from vllm_triforce_bench.predict.machine import Machine
 
 # Kernels in a pass's graph: of a layer, of its experts, and beside the layers (read off vLLM). A
-# layer of level 2 had three copies around its attention, and FlashAttention 3's preparation, when
-# the H200 was measured. It has two copies since.
+# layer of level 2 had three copies and FlashAttention 3's preparation when the H200 was measured.
 _LAYER_KERNELS, _MOE_LAYER_KERNELS, _PASS_KERNELS = 11, 5, 4
 _LEVEL2_LAYER_KERNELS = 4
 # Kernels, uploads and waits of a greedy step, counted with a draft on Model Runner V2 by the tool
@@ -114,8 +113,7 @@ class Acceptance:
 
 
 def sources_of(config: ResolvedConfig) -> tuple[str, ...]:
-    lookups = "prompt_lookup", "suffix"
-    return tuple(LOOKUP if name in lookups else DRAFT for name in config.sources)
+    return tuple(LOOKUP if s in ("prompt_lookup", "suffix") else DRAFT for s in config.sources)
 
 
 def settings(budget: int, sources: tuple[str, ...], levels: str = "1,2,3") -> list[Setting]:
@@ -291,9 +289,6 @@ class Predictor:
         wait_s = STEP_SYNCS * self.machine.sync_seconds
         return wait_s + self._launch_s(STEP_KERNELS, STEP_UPLOADS, batch)
 
-    def drafts_overhead(self, batch: int, num_tokens: int) -> float:
-        return self._launch_s(PROPOSAL_KERNELS, PROPOSAL_UPLOADS, batch * num_tokens)
-
     def round_overhead(self, batch: int, gamma: int, has_draft: bool) -> float:
         graph_kernels = LEVEL2_KERNELS + gamma * DRAFTING_KERNELS * has_draft
         launch_s = self._launch_s(ROUND_KERNELS, 0, batch * (gamma + 1))
@@ -329,7 +324,8 @@ class Predictor:
             return Step(setting, plain_s)
         k, gamma = setting.num_tokens, setting.gamma
         has_draft = setting.source == DRAFT
-        seconds = self.step_overhead(batch) + self.drafts_overhead(batch, k)
+        seconds = self.step_overhead(batch)
+        seconds += self._launch_s(PROPOSAL_KERNELS, PROPOSAL_UPLOADS, batch * k)
         seconds += self.full_pass([k + 1] * batch, contexts)
         if setting.route == LEVELS:
             rounds, drafts = inner_loop(acceptance.by_level2(setting.source), k, gamma)

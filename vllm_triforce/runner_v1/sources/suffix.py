@@ -28,7 +28,7 @@ class Suffix(DraftSource):
     """Suffix decoding.
 
     Mechanism: drafts the tokens that most often followed the newest ones, in the request or in
-    finished answers to requests with the same ``cache_salt``, whatever their adapters. A request
+    finished answers to requests with the same ``cache_salt``, of any adapter. A request
     with a seed reads its own tokens alone, since its samples must not depend on other requests.
     Confidence: length of the match before each token, less one for each halving of its probability.
     Memory: 350 bytes a token, of each running request that may speculate, and of the newest
