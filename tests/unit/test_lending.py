@@ -177,6 +177,20 @@ def test_a_prompt_that_waits_for_blocks_is_looked_up_once_a_step(monkeypatch, ha
     assert len(looks) <= 11 and len(told) == 10
 
 
+def test_a_prompt_that_fits_by_its_cached_prefix_waits_for_no_drafts(hasher):
+    """vLLM looks it up only in a step that has a token left for it."""
+    its = scheduler(20, prefix_caching=True, max_num_batched_tokens=64)
+    add(its, "a", [5] * 161, hasher=hasher)
+    for _ in range(8):
+        step(its)
+    add(its, "b", [6] * 10, hasher=hasher)
+    step(its)
+    step(its)
+    add(its, "late", [5] * 170, hasher=hasher)  # eleven blocks, ten of which a has
+    read = [step(its).num_scheduled_tokens.get("late", 0) for _ in range(3)]
+    assert read[0] or read[1], read
+
+
 def test_drafts_behind_the_end_of_a_turn_are_dropped():
     """Else they would be verified behind the next piece, to which they do not belong. A scheduler
     for Runner V2 has a plan without them."""

@@ -32,8 +32,9 @@ class TriForceScheduler(LookaheadMixin, PrefixCacheMixin, StatsMixin, GrammarMas
 
     def _update_after_schedule(self, scheduler_output) -> None:
         super()._update_after_schedule(scheduler_output)
-        new_ids = [request.req_id for request in scheduler_output.scheduled_new_reqs]
-        TENANTS.attach(scheduler_output, {i: self.requests[i].cache_salt or "" for i in new_ids})
+        if new_ids := [request.req_id for request in scheduler_output.scheduled_new_reqs]:
+            salts = {i: self.requests[i].cache_salt or "" for i in new_ids}
+            TENANTS.attach(scheduler_output, salts)
         request_ids = scheduler_output.num_scheduled_tokens
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         proposing = [

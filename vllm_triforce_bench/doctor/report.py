@@ -31,9 +31,8 @@ _PRIVATE = (
     re.compile(r"(?<![\w<])(?!tokens/s\b)[\w.~-]+(?:/[\w.@~-]+)+/?"),
 )
 # Words of options and keys, which say nothing of a user.
-_WORDS = {*(field.name for field in fields(TriForceConfig)), *DTYPES}
+_WORDS = {*(field.name for field in fields(TriForceConfig)), *DTYPES, "suffix"}
 _WORDS |= {"triforce", "auto", "fp8", "doctor", "retrieval", "quest", "streaming", "prompt_lookup"}
-_WORDS |= {"suffix"}
 
 
 def write_report(path: Path, results: dict[str, Any], argv: Iterable[str]) -> None:

@@ -42,8 +42,9 @@ class Sizes:
         ).resolve(self.chunk_size)
         if config.retrieval_budget != self.budget:
             raise ValueError(
-                f"budget={self.budget} does not fit chunks of {self.chunk_size} tokens beside "
-                f"{config.retrieval_recent_tokens} recent ones. Use {config.retrieval_budget}."
+                f"budget={self.budget} does not fit chunks of {self.chunk_size} tokens: it must be "
+                "a multiple, with room for the first chunk, one retrieved chunk and "
+                f"{config.retrieval_recent_tokens} recent tokens. Use {config.retrieval_budget}."
             )
         object.__setattr__(self, "recent_tokens", config.retrieval_recent_tokens)
         object.__setattr__(self, "retrieval_budget", config.budget)
@@ -138,8 +139,7 @@ class ChunkedPolicy(LabPolicy):
                 if num_full > num_read:  # else the context fits the budget
                     among = {kind: numbers[:, :, 1:tail] for kind, numbers in summaries.items()}
                     heads = query[None, None, :, token]
-                    num_selected = num_read - budget.recent - 1
-                    best = policy.best_chunks(heads, among, tail - 1, num_selected)
+                    best = policy.best_chunks(heads, among, tail - 1, num_read - budget.recent - 1)
                     is_kept[1:tail] = False
                     is_kept[1 + best[0, 0]] = True
                 tokens = is_kept.repeat_interleave(sizes.chunk_size)[: layer.num_tokens]

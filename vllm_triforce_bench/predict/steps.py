@@ -33,10 +33,9 @@ DRAFTING_KERNELS = 6  # a drafted token, beside its pass
 LEVEL2_KERNELS = 3  # level 2's logits
 ROUND_KERNELS, DIRECT_ROUND_KERNELS = 2, 1  # a round of levels 1 and 2, or of level 1 alone
 SUMMARY_KERNELS = 5  # a proposal by level 2, for full chunks' mean keys; not counted, but read
-# A layer's selection had three launches then, which returned at once in a pass that did not select.
-# It has two since, and none in passes of which the host knows that no request selects. One program
-# for each KV head of a request searches its chunks, and mean keys are read at a small share of the
-# bandwidth. Fitted to an H200 (32.0 to 51.8 us a layer, docs/results.md).
+# A layer's selection had three launches then, which returned at once where no request selected. It
+# has two since, or none. One program for each KV head of a request searches its chunks, and mean
+# keys take a small share of the bandwidth. Fitted to an H200 (32.0 to 51.8 us, docs/results.md).
 SELECTION_KERNELS, IDLE_SELECTION_KERNELS, CPU_SELECTION_OPERATIONS = 3, 1.5, 12
 _CHUNK_SECONDS, _SELECTION_BANDWIDTH_SHARE = 1.8e-9, 0.285
 # Bytes of a logit in the sampler, and reads and writes of a row of logits for a verified token.
@@ -289,6 +288,9 @@ class Predictor:
         wait_s = STEP_SYNCS * self.machine.sync_seconds
         return wait_s + self._launch_s(STEP_KERNELS, STEP_UPLOADS, batch)
 
+    def drafts_overhead(self, batch: int, num_tokens: int) -> float:
+        return self._launch_s(PROPOSAL_KERNELS, PROPOSAL_UPLOADS, batch * num_tokens)
+
     def round_overhead(self, batch: int, gamma: int, has_draft: bool) -> float:
         graph_kernels = LEVEL2_KERNELS + gamma * DRAFTING_KERNELS * has_draft
         launch_s = self._launch_s(ROUND_KERNELS, 0, batch * (gamma + 1))
@@ -324,8 +326,7 @@ class Predictor:
             return Step(setting, plain_s)
         k, gamma = setting.num_tokens, setting.gamma
         has_draft = setting.source == DRAFT
-        seconds = self.step_overhead(batch)
-        seconds += self._launch_s(PROPOSAL_KERNELS, PROPOSAL_UPLOADS, batch * k)
+        seconds = self.step_overhead(batch) + self.drafts_overhead(batch, k)
         seconds += self.full_pass([k + 1] * batch, contexts)
         if setting.route == LEVELS:
             rounds, drafts = inner_loop(acceptance.by_level2(setting.source), k, gamma)
