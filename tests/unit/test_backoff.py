@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from tests.unit.worlds import NOTHING_PAYS, controller
+from tests.unit.worlds import LONG_PAYS, NOTHING_PAYS, controller, matched
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration import (
     LONGEST_REST,
@@ -59,18 +59,32 @@ def decisions(found, num_steps: int, joins=lambda step: False) -> list[int]:
     [
         (1e-6, [0, SHORTEST_REST, 2 * SHORTEST_REST]),
         (0.005, []),
-        (10.0, [0, SHORTEST_REST, SHORTEST_REST + LONGEST_REST]),
+        (10.0, [0, SHORTEST_REST, 3 * SHORTEST_REST, 7 * SHORTEST_REST]),
     ],
 )
 def test_rests_pay_for_their_decisions(decision_s, first):
-    """Nothing pays: a rest lasts until a decision has its share, 4 to 128 steps."""
+    """Nothing pays: rests double until a decision has its share, from 4 to 128 steps."""
     found, plain_s = resting(decision_s)
     num_steps = 10_000
     steps = decisions(found, num_steps)
     assert steps[: len(first)] == first
     share = len(steps) * min(decision_s, plain_s) / (num_steps * plain_s)
-    assert share <= 1.1 * TRIAL_SHARE or len(steps) <= num_steps / LONGEST_REST + 2
+    assert share <= 1.1 * TRIAL_SHARE or len(steps) <= num_steps / LONGEST_REST + 6
     assert len(steps) >= num_steps / LONGEST_REST
+
+
+def test_after_a_proposal_rests_begin_with_a_step():
+    """One match that pays among steps without any: the next may be near."""
+    found = controller(LONG_PAYS, has_draft=False, levels="1,3")
+    found.clock = itertools.count(0.0, 0.005).__next__
+    steps = []
+    for step in range(25):
+        found.backoff.begin_step()
+        if not found.backoff.is_resting:
+            classes = matched(8 if step < 9 else 0)
+            choice = found.choose([Candidate("a", 16_000, 4, classes)])[0]
+            steps.append((step, choice is PLAIN))
+    assert steps[-6:] == [(8, False), (9, True), (10, True), (12, True), (16, True), (24, True)]
 
 
 @pytest.mark.parametrize("decision_s, every", [(0.0005, 1), (0.002, 3), (0.005, 10)])

@@ -34,8 +34,9 @@ _SETTLING_STEPS = 2
 _PROBE_STEPS, _PROBE_AFTER = _SETTLING_STEPS + 1, 16
 # At rest one step in eight is timed, which takes the begin of two.
 _TIMED_EVERY = 8
-# Steps of a rest: at least, so that some are settled and timed; and at most.
-SHORTEST_REST, LONGEST_REST = 4, 128
+# Steps of the first rest after a proposal, at least of a long one, so that some are settled and
+# timed, and at most. Rests double in between: where proposals pay, the next match is near.
+_FIRST_REST, SHORTEST_REST, LONGEST_REST = 1, 4, 128
 # Plain steps that the balance of losses begins with, and holds at most: one unlucky proposal may
 # take four.
 _FIRST_BALANCE, _MAX_BALANCE = 4.0, 16.0
@@ -206,6 +207,7 @@ class Exploration:
         self.trials = Trials()
         self.backoff = SpeculationBackoff()
         self._last_plain_step = self._wait_since = self._wait_until = 0
+        self._next_rest = SHORTEST_REST
 
     def choose(
         self,
@@ -237,6 +239,8 @@ class Exploration:
             self.backoff.begin(_PROBE_STEPS)
             return nothing, False
         columns = best.options
+        if not best.is_plain:
+            self._next_rest = _FIRST_REST
         self.trials.earn(num_steps * best.seconds, plain_s)
         has_trials = self.trials.add(columns, candidates, options, optimistic, costs)
         if (columns < 0).all():
@@ -307,11 +311,13 @@ class Exploration:
     ) -> int:
         """Begin a rest after a decision to speculate nowhere, and return its steps.
 
-        A decision, which delays the batch by ``decision_s``, takes at most the time of trials.
+        In the long run decisions, each of which delays the batch by ``decision_s``, take at most
+        the time of trials.
         """
         num_paid = min(round(decision_s / (TRIAL_SHARE * plain_s)), LONGEST_REST)
         self.backoff.paid_from = self.backoff.step + num_paid
-        num_steps = max(SHORTEST_REST, num_paid)
+        num_steps = min(self._next_rest, max(SHORTEST_REST, num_paid))
+        self._next_rest = 2 * num_steps
         for candidate in candidates:
             if candidate.has_seed:  # no rest may delay its speculation
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
