@@ -24,7 +24,7 @@ def proposal_limit(params, max_tokens: int) -> int:
     """Return how many of ``max_tokens`` may be proposed for a request with these parameters."""
     if params.logprob_token_ids:  # vLLM returns these for a row with a single token only
         return 0
-    limit = request_limit(params)
+    limit = request_limit(params) if params.extra_args else None
     return max_tokens if limit is None else min(max_tokens, limit)
 
 
