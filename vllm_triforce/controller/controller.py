@@ -63,6 +63,10 @@ class Controller:
         self._drafts_per_round = 2 * any(source.takes_passes for source in sources)
         if whole_rounds:
             self._drafts_per_round = config.gamma * sources[0].takes_passes
+        self.chooses: tuple[str, ...] = ()
+        """Keys that are chosen: none before the costs are known."""
+        self.chooses_source = False
+        """True if sources of drafts are chosen: not before the costs are known."""
         self.measured: CostModel | None = None
         """Costs by this rank's clock; None where nothing is chosen."""
         self.model: CostModel
@@ -83,16 +87,6 @@ class Controller:
         self.clock = clock
         self._count_step = count_step
 
-    @property
-    def chooses(self) -> tuple[str, ...]:
-        """Keys that are chosen: none before the costs are known."""
-        return self.config.adaptive_keys if self.measured is not None else ()
-
-    @property
-    def chooses_source(self) -> bool:
-        """True if sources of drafts are chosen: none before the costs are known."""
-        return self.config.chooses_source and self.measured is not None
-
     def start(
         self, model: CostModel, adopt: Callable[[CostModel], CostModel] | None = None
     ) -> None:
@@ -105,6 +99,14 @@ class Controller:
                 costs: where the machine slows down in the middle of an answer, plain steps must not
                 seem slow earlier than passes.
         """
+        self.chooses, self.chooses_source = self.config.adaptive_keys, self.config.chooses_source
+        self._routes: dict[str, SourceTraits | None] = {}
+        if self.config.uses_level2:
+            self._routes[HIERARCHICAL] = None
+        if self.chooses_source:
+            self._routes |= {source.name: source for source in self.sources}
+        elif not self._routes:
+            self._routes[self._preferred.name] = self._preferred
         self.measured = replace(model, drafts_per_round=self._drafts_per_round)
         self._adopt = adopt
         self._update_costs(self.measured)
@@ -126,8 +128,9 @@ class Controller:
     def choose(self, candidates: list[Candidate], num_plain: int = 0) -> list[Choice]:
         """Choose the proposals of a step; ``num_plain`` further requests decode plainly."""
         self.planned, self.is_steady = None, False
-        choices = [self._fixed.choice(candidate) for candidate in candidates]
-        if (measured := self.measured) is not None and self.chooses:
+        if (measured := self.measured) is None or not self.chooses:
+            choices = [self._fixed.choice(candidate) for candidate in candidates]
+        else:
             start = self.clock()
             count = self.num_decisions
             is_due = count % _ADOPT_EVERY == 0 or (count < _ADOPT_EVERY and count.bit_count() == 1)
@@ -147,10 +150,11 @@ class Controller:
                 )
             else:
                 columns = best_alone(options, costs.plain_s / len(candidates))
-            for row, (candidate, column) in enumerate(zip(candidates, columns)):
+            choices = [
                 # A seeded request's samples depend on its lengths, which must not depend on costs.
-                if not candidate.has_seed:
-                    choices[row] = options.choice(row, column)
+                self._fixed.choice(candidate) if candidate.has_seed else options.choice(row, column)
+                for row, (candidate, column) in enumerate(zip(candidates, columns))
+            ]
             if (columns >= 0).sum() == sum(choice is not PLAIN for choice in choices):
                 self.planned = _planned(options, columns, costs)
             measured.observe_decision(self.clock() - start)
@@ -160,7 +164,8 @@ class Controller:
 
     def _update_costs(self, measured: CostModel) -> None:
         self.model = self._adopt(measured).copy() if self._adopt else measured
-        self._draft_lengths.use_costs(self.model)
+        if not self._whole_rounds:
+            self._draft_lengths.use_costs(self.model)
 
     def hold(self) -> None:
         """Count a step that repeats the newest decision."""
@@ -195,17 +200,10 @@ class Controller:
         lengths = np.empty((len(candidates), len(fixed_lengths) + 1), dtype=np.int64)
         lengths[:, :-1], lengths[:, -1] = fixed_lengths, longest
         lengths[lengths > longest[:, None]] = 0
-        routes: dict[str, SourceTraits | None] = {}
-        if self.config.uses_level2:
-            routes[HIERARCHICAL] = None
-        if self.chooses_source:
-            routes |= {source.name: source for source in self.sources}
-        elif not routes:
-            routes[self._preferred.name] = self._preferred
         acceptance = [rates or self.acceptance.of(c.request_id, c.is_greedy) for c in candidates]
         drafts_per_round = self.config.gamma if self._whole_rounds else 0
         return build_options(
-            model, candidates, acceptance, lengths, routes, num_plain, drafts_per_round
+            model, candidates, acceptance, lengths, self._routes, num_plain, drafts_per_round
         )
 
     def choose_draft(
@@ -278,8 +276,9 @@ class Controller:
         if choice is PLAIN or not self.chooses:
             return
         self.trials.on_verified(request_id, choice.route, accepted)
-        num_unbiased = self.stop_rules.observe_direct(request_id, choice.route, drafted, accepted)
-        drafted, accepted = min(num_unbiased, drafted), min(num_unbiased, accepted)
+        if choice.route != HIERARCHICAL:
+            num = self.stop_rules.observe_direct(request_id, choice.route, drafted, accepted)
+            drafted, accepted = min(num, drafted), min(num, accepted)
         self.acceptance.observe_full_pass(request_id, choice, drafted, accepted, probs)
 
     def observe_step(self, step: StepTime, planned: Planned | None) -> None:
