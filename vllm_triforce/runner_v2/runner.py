@@ -97,7 +97,6 @@ class Routes:
         """
         if not max_tokens or (plan is not None and not plan.proposing):
             return
-        fixed = fixed_choice(self.config, max_tokens)
         num_reqs = input_batch.num_reqs
         scheduled = input_batch.num_scheduled_tokens[:num_reqs]
         num_read = input_batch.num_computed_prefill_tokens_np[:num_reqs] + scheduled
@@ -106,11 +105,14 @@ class Routes:
         states = input_batch.idx_mapping_np[:num_reqs]
         is_eligible = decodes & (self.flags.max_tokens[states] > 0)
         is_eligible &= max_lens >= self.config.min_context
-        for row in np.flatnonzero(is_eligible[: self.config.max_batch]).tolist():
+        if plan is None:  # the scheduler plans for no larger batch
+            is_eligible = is_eligible[: self.config.max_batch]
+        for row in np.flatnonzero(is_eligible).tolist():
             request_id = input_batch.req_ids[row]
-            request_plan = fixed if plan is None else plan.proposing.get(request_id)
-            if request_plan is not None:
-                yield row, request_id, request_plan
+            if plan is None:
+                yield row, request_id, fixed_choice(self.config, max_tokens)
+            elif request_id in plan.proposing:
+                yield row, request_id, plan.proposing[request_id]
 
 
 class RunnerAdapterV2(RunnerAdapter, StandaloneARSpeculator):

@@ -39,7 +39,8 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._config = config = read_config(self.vllm_config)[0]
-        self._drafts_text_only = config.levels == "1,3" and config.sources == (MODEL_SOURCE,)
+        self._sources, self._max_batch = config.sources, config.max_batch
+        self._drafts_text_only = config.levels == "1,3" and self._sources == (MODEL_SOURCE,)
         self._num_slots = min(self.max_num_running_reqs, config.max_speculating_seqs)
         self._with_slots: set[str] = set()
         """Ids of requests with a slot of the worker's, kept until they end or lose their blocks."""
@@ -47,7 +48,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
         """Ids of requests without further speculation, because their logits had a NaN."""
         self.decisions: AsyncController | None = None
         if config.adaptive_keys:
-            traits = [SOURCES[source].traits() for source in config.sources]
+            traits = [SOURCES[source].traits() for source in self._sources]
             self.decisions = AsyncController(
                 Controller(
                     config,
@@ -56,7 +57,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
                     clock=lambda: self.clock(),
                     count_step=lambda *seconds: self.step_counts.add_step_seconds(*seconds),
                 ),
-                config.sources[0],
+                self._sources[0],
             )
         self._num_steps = 0
         # Time and request ids of the last output.
@@ -73,7 +74,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
                 self.decisions.release(request_id)
         request_ids = scheduler_output.num_scheduled_tokens
         max_tokens, num_plain = {}, 0
-        may_propose = len(request_ids) <= self._config.max_batch
+        may_propose = len(request_ids) <= self._max_batch
         for request_id in request_ids:
             request = self.requests[request_id]
             if length := self._max_tokens(request) if may_propose else 0:
@@ -177,7 +178,7 @@ class StepPlanMixin(LookaheadMixin, StatsMixin):
             # Only the device knows the number of matches. A draft model has no images.
             {
                 name: None if name == MODEL_SOURCE and request.mm_features else 0
-                for name in self._config.sources
+                for name in self._sources
             },
             has_seed(request),
             is_greedy(params),
