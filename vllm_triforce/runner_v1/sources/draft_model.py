@@ -1,5 +1,6 @@
 """Draft model over a window of sink tokens and recent tokens (paper, section 4.1)."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class DraftModel(DraftSource):
         self.cache, self._builder = private_cache(
             self._layers, self._vllm_config, self._config, num_slots, torch.device("cpu")
         )
-        self._windows: dict[str, StreamingWindow] = {}
+        self._windows: dict[str, StreamingWindow] = defaultdict(self._new_window)
 
     @classmethod
     def build(cls, parts) -> "DraftModel":
@@ -96,7 +97,7 @@ class DraftModel(DraftSource):
 
     def _advance(self, batch, proposal, row: int, num_drafts: int) -> Feed:
         """Move a row's window to the end of its context; return the missing tokens."""
-        window = self._windows.setdefault(batch.request_ids[row], self._new_window())
+        window = self._windows[batch.request_ids[row]]
         position, tokens = window.advance(batch.context(proposal, row), num_drafts)
         return Feed(tokens.tolist(), position)
 

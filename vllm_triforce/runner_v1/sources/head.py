@@ -186,7 +186,7 @@ class Head(DraftModel):
 
     def _advance(self, batch, proposal, row: int, num_drafts: int) -> Feed:
         request_id, token_ids = batch.request_ids[row], batch.context(proposal, row)
-        window = self._windows.setdefault(request_id, self._new_window())
+        window = self._windows[request_id]
         assert isinstance(window, StateWindow)
         position, first = window.advance_to(
             token_ids,
