@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class KVGroup:
     layers that are alike, and vLLM's metadata builder of them."""
     recurrent_layer_names: list[str] = field(default_factory=list)
 
-    @property
+    @cached_property
     def dense_layer_names(self) -> list[str]:
         """Names of all dense layers."""
         return [layer_name for layer_names, _ in self.dense for layer_name in layer_names]
