@@ -18,7 +18,8 @@ from vllm_triforce.vllm_patches import swaps
 class RunnerAdapter:
     """Base of the adapters in ``runner_v1/runner.py`` and ``runner_v2/runner.py``.
 
-    Hooks that an adapter does not need do nothing.
+    Hooks that an adapter does not need do nothing. Both have ``begin_step(scheduler_output)``, and
+    ``end_step(output)``, which attaches their message to vLLM's output of the step.
     """
 
     vllm_config: Any
@@ -74,10 +75,3 @@ class RunnerAdapter:
 
     def synchronize_times(self, synchronize: bool) -> None:
         """Wait for the device wherever a part is timed, unless the host reads every result."""
-
-    def begin_step(self, scheduler_output) -> None:
-        """Prepare a step."""
-
-    def end_step(self, output):
-        """Return vLLM's output of a step, with the report attached to it."""
-        return output

@@ -20,7 +20,7 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.draft_sources import HEAD_SOURCE, SOURCES
 from vllm_triforce.controller import Controller, CostModel, Measurements
 from vllm_triforce.controller.describe import describe
-from vllm_triforce.core.messages import TENANTS
+from vllm_triforce.core.messages import DRAFTS, TENANTS, StepDrafts
 from vllm_triforce.core.models import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.metrics.counters import LevelCounters
@@ -99,7 +99,6 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         self._num_blocks = kv_cache_config.num_blocks
         self.speculator = self._build_speculator(kv_cache_config)
         speculator = self.speculator
-        self.backoff = speculator.controller.backoff
         self._draft_probs = DraftProbsStore(self.counters.add_boundary_fault)
         self._batch = RunnerBatch(self._runner, self.config, speculator.disabled_requests)
         swaps.DRAFT_PROBS.set(self._runner, self._draft_probs_of)
@@ -189,6 +188,14 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
         for request_id in scheduler_output.finished_req_ids:
             self._batch.tenants.pop(request_id, None)
         self._batch.tenants.update(TENANTS.of(scheduler_output) or {})
+
+    def end_step(self, output):
+        """Attach the step's drafts to its output, so that no call fetches them."""
+        if getattr(output, "req_ids", None):  # vLLM's empty output is shared by all steps
+            drafts = self._runner.take_draft_token_ids()
+            expects_proposals = not self.speculator.controller.backoff.rests_next
+            DRAFTS.attach(output, StepDrafts(drafts, expects_proposals))
+        return output
 
     def prepare_next_token_ids_padded(self, sampled_token_ids, *args):
         """Note the step's tokens: proposals are made from lists."""

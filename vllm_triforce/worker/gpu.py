@@ -12,7 +12,6 @@ from vllm_triforce.attention.platforms import attention_for
 from vllm_triforce.config import ResolvedConfig, read_config
 from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.core.kv_groups import recurrent_layers
-from vllm_triforce.core.messages import DRAFTS, StepDrafts
 from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.vllm_patches import swaps
 from vllm_triforce.worker.memory import (
@@ -39,8 +38,6 @@ class TriForceGPUWorker(Worker):
     _counter_sender: CounterSender | None = None
     offload: "OffloadedCache | None" = None
     """Set if some layers' KV cache lies in host memory."""
-    _sends_drafts = False
-    """True if drafts are attached to the step's output, so that no call fetches them."""
 
     @cached_property
     def triforce_config(self) -> ResolvedConfig:
@@ -60,7 +57,6 @@ class TriForceGPUWorker(Worker):
 
             self.triforce = RunnerAdapterV1(*arguments)
             swaps.DRAFTER.set(runner, self.triforce)
-            self._sends_drafts = True
         else:
             from vllm_triforce.runner_v2.runner import RunnerAdapterV2
 
@@ -189,12 +185,8 @@ class TriForceGPUWorker(Worker):
         return output if output is None else self._with_counters(output)
 
     def sample_tokens(self, *args, **kwargs):
-        output = self.triforce.end_step(super().sample_tokens(*args, **kwargs))
-        # vLLM's empty output is shared by all steps.
-        if self._sends_drafts and getattr(output, "req_ids", None):
-            drafts = self.model_runner.take_draft_token_ids()
-            DRAFTS.attach(output, StepDrafts(drafts, not self.triforce.backoff.rests_next))
-        return self._with_counters(output)
+        output = super().sample_tokens(*args, **kwargs)
+        return self._with_counters(self.triforce.end_step(output))
 
     def _with_counters(self, output):
         return output if self._counter_sender is None else self._counter_sender.attach(output)
