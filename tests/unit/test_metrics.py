@@ -1,6 +1,7 @@
 """Promise: the per-level figures are right, in the log at an interval and from Python."""
 
 import logging
+import math
 from functools import partial
 
 import prometheus_client
@@ -38,18 +39,15 @@ def test_log_line_at_an_interval(monkeypatch, caplog):
     report, counters = IntervalReport(10), LevelCounters()
     counters.add_proposal([[1, 2]])
     counters.add_full_pass(2, 1)
-    report.log_if_due(lambda: counters, logger)
-    assert not caplog.records
+    assert report.due_at == 10
     now[0] = 11
-    report.log_if_due(lambda: counters, logger)
+    report.log(counters, logger)
     assert "Level 2: 1 of 2 tokens accepted (50.0%)" in caplog.text
+    assert report.due_at == 21
     now[0] = 30  # nothing happened since: no line
-    report.log_if_due(lambda: counters, logger)
-    assert len(caplog.records) == 1
-    silent = IntervalReport(0)
-    now[0] = 1000
-    silent.log_if_due(lambda: counters, logger)
-    assert len(caplog.records) == 1
+    report.log(counters, logger)
+    assert len(caplog.records) == 1 and report.due_at == 40
+    assert IntervalReport(0).due_at == math.inf
 
 
 def test_counters_of_several_engines_arrive_once():

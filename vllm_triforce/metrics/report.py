@@ -2,8 +2,8 @@
 
 import copy
 import dataclasses
+import math
 import time
-from collections.abc import Callable
 
 from vllm_triforce.metrics.counters import LevelCounters
 
@@ -13,17 +13,14 @@ class IntervalReport:
 
     def __init__(self, interval: float) -> None:  # in seconds; 0 disables the log
         self._interval = interval
-        self._last_time = time.monotonic()
         self._last = LevelCounters()
+        self.due_at = time.monotonic() + interval if interval else math.inf
+        """Time of the next line, by ``time.monotonic()``."""
 
-    def log_if_due(self, read: Callable[[], LevelCounters], logger) -> None:
-        """Log the metrics since the last line, if one is due; ``read`` may wait for the device."""
-        now = time.monotonic()
-        if not self._interval or now - self._last_time < self._interval:
-            return
-        counters = read()
+    def log(self, counters: LevelCounters, logger) -> None:
+        """Log the metrics since the last line, if anything was proposed."""
         recent = counters.since(self._last)
-        self._last_time, self._last = now, copy.deepcopy(counters)
+        self.due_at, self._last = time.monotonic() + self._interval, copy.deepcopy(counters)
         if recent.num_proposals:
             logger.info("%s", summary(recent))
 

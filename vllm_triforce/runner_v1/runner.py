@@ -265,7 +265,8 @@ class RunnerAdapterV1(RunnerAdapter, DraftModelProposer):
             self._export_proposal(batch, proposal)
             self._routes.update(zip(batch.request_ids, proposal.routes))
         self._limit_backoff(eligible, computed, counts)
-        self._report.log_if_due(lambda: self.counters, logger)
+        if time.monotonic() >= self._report.due_at:
+            self._report.log(self.counters, logger)
         return result
 
     def _proposing_rows(self, eligible: list[int]) -> list[int]:

@@ -1,5 +1,6 @@
 """Adapter of Model Runner V2, and the rows that it proposes for."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -311,7 +312,8 @@ class RunnerAdapterV2(RunnerAdapter, StandaloneARSpeculator):
         self.built.context.counters.note()
         if speculator.known_counters.num_nan_requests > self._num_nan_requests:
             self._report_nan_requests(speculator.known_counters.num_nan_requests)
-        self._report.log_if_due(lambda: speculator.counters, logger)
+        if time.monotonic() >= self._report.due_at:
+            self._report.log(speculator.counters, logger)  # waits for the device
         self._handler.set_proposals(draft_tokens, speculator.num_proposed[states])
         return draft_tokens
 
