@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_triforce.runner_v1.draft_batch import Proposal
+from vllm_triforce.runner_v1.batch import Proposal
 from vllm_triforce.runner_v1.draft_probs import Check, ContractViolation, DraftProbsStore
 from vllm_triforce.runner_v1.runner import RunnerAdapterV1
 from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows

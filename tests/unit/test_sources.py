@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_triforce.controller.routes import SourceTraits
-from vllm_triforce.runner_v1.draft_batch import Proposal
+from vllm_triforce.runner_v1.batch import Proposal
 from vllm_triforce.runner_v1.levels import Level1
 from vllm_triforce.runner_v1.sources.prompt_lookup import PromptLookup
 from vllm_triforce.runner_v1.sources.source import Match, TokenSource

@@ -10,7 +10,7 @@ import torch
 
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.draft_sources import SOURCES
-from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
+from vllm_triforce.runner_v1.batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.sampling import SamplingRows
 
 

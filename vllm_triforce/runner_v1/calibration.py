@@ -26,7 +26,7 @@ from vllm_triforce.core.calibration import (
     measure_full_passes,
 )
 from vllm_triforce.core.model_pass import PassInput, run_model, target_inputs
-from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
+from vllm_triforce.runner_v1.batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.rejection import acceptance_probs
 from vllm_triforce.runner_v1.sampling import SamplingRows
 from vllm_triforce.runner_v1.sources.source import DraftSource

@@ -8,7 +8,7 @@ from vllm_triforce.controller import Controller
 from vllm_triforce.controller.routes import MatchClass
 from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.core.limits import DisabledRequests
-from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
+from vllm_triforce.runner_v1.batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel
 from vllm_triforce.runner_v1.sampling import InnerNoise, SamplingRows
 from vllm_triforce.runner_v1.sources.source import Draft, DraftSource, Match

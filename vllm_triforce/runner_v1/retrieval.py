@@ -14,7 +14,7 @@ from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.core.kv_groups import KVGroup, group_layers, retrieval_block_size
 from vllm_triforce.core.model_pass import PassInput, run_model, target_inputs
 from vllm_triforce.core.models import Level2Model, states_read
-from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
+from vllm_triforce.runner_v1.batch import DraftBatch, Proposal
 from vllm_triforce.selection import POLICIES
 
 

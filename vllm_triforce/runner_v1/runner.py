@@ -25,9 +25,8 @@ from vllm_triforce.core.models import with_own_layers
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.metrics.report import IntervalReport
-from vllm_triforce.runner_v1.batch import AdapterSwitch, RunnerBatch
+from vllm_triforce.runner_v1.batch import AdapterSwitch, DraftBatch, Proposal, RunnerBatch
 from vllm_triforce.runner_v1.calibration import Calibration, broadcast_from_first_rank
-from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.draft_probs import DraftProbsStore
 from vllm_triforce.runner_v1.levels import Level1
 from vllm_triforce.runner_v1.plain_steps import PlainSteps

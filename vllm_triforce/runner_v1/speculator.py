@@ -9,7 +9,7 @@ from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Choice
 from vllm_triforce.core.limits import DisabledRequests
 from vllm_triforce.core.loop import Observer, propose
 from vllm_triforce.metrics.counters import LevelCounters
-from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
+from vllm_triforce.runner_v1.batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.levels import (
     Level1,
     LevelsV1,

@@ -10,7 +10,7 @@ import torch
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.routes import MatchClass, SourceTraits
-from vllm_triforce.runner_v1.draft_batch import DraftBatch, Proposal
+from vllm_triforce.runner_v1.batch import DraftBatch, Proposal
 
 
 @dataclass
