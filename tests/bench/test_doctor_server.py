@@ -10,8 +10,8 @@ import prometheus_client
 import pytest
 
 from vllm_triforce import cli
-from vllm_triforce.metrics.carrier import TriForcePrometheus, flatten
 from vllm_triforce.metrics.counters import LevelCounters
+from vllm_triforce.vllm_patches.carrier import TriForcePrometheus, flatten
 
 LABELS = ["model_name", "engine"]
 

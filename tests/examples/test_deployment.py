@@ -12,8 +12,8 @@ import yaml
 from tests.models import ROOT
 from vllm_triforce.config import TriForceConfig
 from vllm_triforce.config.keys import is_supported
-from vllm_triforce.metrics.carrier import TriForcePrometheus
 from vllm_triforce.metrics.counters import COUNTERS
+from vllm_triforce.vllm_patches.carrier import TriForcePrometheus
 
 FOLDER = ROOT / "examples" / "deployment"
 DASHBOARD = json.loads((FOLDER / "grafana" / "dashboards" / "triforce.json").read_text())

@@ -15,7 +15,7 @@ from tests.simulation.loads import (
     speedup,
 )
 from tests.simulation.world import HOPELESS, MACHINES, TEXTS, Text
-from vllm_triforce.metrics import carrier
+from vllm_triforce.vllm_patches import carrier
 
 
 def decoded(machine, text, size, context, num_steps=450, **settings) -> Engine:

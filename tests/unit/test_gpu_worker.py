@@ -15,7 +15,6 @@ from vllm_triforce.config import TriForceConfig, checks
 from vllm_triforce.config.budget import chunk_size, fit_blocks
 from vllm_triforce.config.check_draft import check_draft_kind
 from vllm_triforce.core.kv_groups import check_kernel_blocks, group_layers, retrieval_block_size
-from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.runner_v2.decode_graphs import (
     add_plain_decode_graphs,
@@ -23,6 +22,7 @@ from vllm_triforce.runner_v2.decode_graphs import (
     thin_decode_graphs,
 )
 from vllm_triforce.runner_v2.passes import PassGraphs
+from vllm_triforce.vllm_patches import carrier
 from vllm_triforce.worker.gpu import TriForceGPUWorker
 from vllm_triforce.worker.memory import buffer_bytes, kv_cache_budget, summary_bytes_per_kv_byte
 

@@ -8,10 +8,10 @@ import prometheus_client
 import pytest
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from vllm_triforce.metrics import carrier
-from vllm_triforce.metrics.carrier import TriForcePrometheus
 from vllm_triforce.metrics.counters import COUNTERS, LevelCounters
 from vllm_triforce.metrics.report import IntervalReport
+from vllm_triforce.vllm_patches import carrier
+from vllm_triforce.vllm_patches.carrier import TriForcePrometheus
 
 
 def test_rates_and_lengths():

@@ -12,7 +12,8 @@ With ``ModelRunnerOutput``:
 - the report of a plan, read from the device one step later;
 - on Model Runner V1, the step's drafts.
 
-Counters travel with ``ModelRunnerOutput`` too, and on to the API server (``metrics/carrier.py``).
+Counters travel with ``ModelRunnerOutput`` too, and on to the API server
+(``vllm_patches/carrier.py``).
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 from vllm_triforce.controller.async_controller import RequestReport
 from vllm_triforce.controller.routes import Choice
-from vllm_triforce.metrics.carrier import Message
+from vllm_triforce.vllm_patches.carrier import Message
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Counters of TriForce's levels, each declared once, and the times of a proposal's parts.
 
 A field of ``LevelCounters`` is one counter. From the fields come the device's counters and their
-kernels' constants (``kernels/counters.py``), the Prometheus metrics (``metrics/carrier.py``) and
-the tables of docs/metrics.md (``tools/docs_tables.py``).
+kernels' constants (``kernels/counters.py``), the Prometheus metrics (``vllm_patches/carrier.py``),
+and the tables of docs/metrics.md (``tools/docs_tables.py``).
 """
 
 import time

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_triforce.core.messages import PLAN, REPORT, StepReport
-from vllm_triforce.metrics import carrier
 from vllm_triforce.metrics.counters import LevelCounters
 from vllm_triforce.scheduler import SchedulerBase
+from vllm_triforce.vllm_patches import carrier
 
 # Fields of LevelCounters that LevelCounters.add_full_pass() changes.
 _OUTCOMES = (

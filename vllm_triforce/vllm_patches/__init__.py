@@ -4,7 +4,7 @@
 work around faults of vLLM, in engines that run TriForce only.
 """
 
-from vllm_triforce.vllm_patches import cli_args, counters, engine_args, stock_behavior  # noqa: F401
+from vllm_triforce.vllm_patches import carrier, cli_args, engine_args, stock_behavior  # noqa: F401
 from vllm_triforce.vllm_patches.patch import PATCHES, install_in_engine, missing
 
 __all__ = ["PATCHES", "install_in_engine", "missing"]

@@ -12,8 +12,8 @@ from vllm_triforce.attention.platforms import attention_for
 from vllm_triforce.config import ResolvedConfig, read_config
 from vllm_triforce.config.budget import fit_blocks
 from vllm_triforce.core.kv_groups import recurrent_layers
-from vllm_triforce.metrics.carrier import CounterSender
 from vllm_triforce.vllm_patches import swaps
+from vllm_triforce.vllm_patches.carrier import CounterSender
 from vllm_triforce.worker.memory import (
     buffer_bytes,
     kv_cache_budget,

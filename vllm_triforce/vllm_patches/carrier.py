@@ -17,7 +17,9 @@ machines. A step without speculation carries nothing.
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from vllm_triforce.config.keys import METHOD
 from vllm_triforce.metrics.counters import COUNTERS, PROPOSE_SECONDS, Counter, LevelCounters
+from vllm_triforce.vllm_patches.patch import patch
 
 # SchedulerStats is decoded by type. This field is a dict that accepts any name. Our entries are
 # removed before vLLM reads it.
@@ -26,6 +28,7 @@ _PREFIX = "triforce:"
 _SECONDS = "seconds:"
 _MICROSECONDS = 1e6
 
+_UNTIL = "`SchedulerStats` has a field for out-of-tree figures"
 
 T = TypeVar("T")
 
@@ -156,3 +159,54 @@ class TriForcePrometheus:
             elif (name, engine_idx) in self._counters:
                 is_time = COUNTERS[name].unit == "seconds"
                 self._counters[name, engine_idx].inc(value / _MICROSECONDS if is_time else value)
+
+
+@patch(
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    "self, scheduler_output, model_runner_output",
+    why="puts the counters attached to a worker's output into `SchedulerStats`, as `triforce:...` "
+    "keys of the dict `num_kv_fetch_reqs_by_stage`: messages are decoded by type, and this field "
+    "accepts any key",
+    until=_UNTIL,
+)
+def _into_scheduler_stats(original, self, scheduler_output, model_runner_output, *args, **kwargs):
+    outputs = original(self, scheduler_output, model_runner_output, *args, **kwargs)
+    if added := INCREMENTS.of(model_runner_output):
+        put(outputs, added)
+    return outputs
+
+
+@patch(
+    "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+    None,
+    why="registers our Prometheus counters. The entry point `vllm.stat_logger_plugins` does not "
+    "serve: its presence turns statistics on under `--disable-log-stats`",
+    until=_UNTIL,
+)
+def _with_prometheus(original, self, vllm_config, *args, **kwargs):
+    original(self, vllm_config, *args, **kwargs)
+    if isinstance(vllm_config.additional_config, dict) and (
+        METHOD in vllm_config.additional_config
+    ):
+        self.triforce_prometheus = TriForcePrometheus.beside(self.stat_loggers)
+
+
+@patch(
+    "vllm.v1.metrics.loggers:StatLoggerManager.record",
+    "self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx",
+    why="takes the counters out again before any logger of vLLM sees them",
+    until=_UNTIL,
+)
+def _out_of_scheduler_stats(original, self, *args, **kwargs):
+    # Managers of stock engines, or created before this patch, lack the attribute.
+    if (prometheus := getattr(self, "triforce_prometheus", None)) is not None:
+        _observe(prometheus, *args, **kwargs)
+    return original(self, *args, **kwargs)
+
+
+def _observe(
+    prometheus, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=None
+) -> None:
+    """Move our counters from the arguments of ``record()`` to Prometheus."""
+    if scheduler_stats and (added := take(scheduler_stats)):
+        prometheus.observe(added, engine_idx or 0)
