@@ -62,22 +62,14 @@ def _configured(is_ours: bool, keys: tuple = ()) -> VllmConfig:
         return args.create_engine_config()
 
 
-class _AnyToken(SimpleNamespace):
-    """A grammar that allows everything."""
-
-    vllm_config = _grammar_bitmask = None
-
-    def accept_tokens(self, request, tokens) -> bool:
-        return True
-
-    def validate_tokens(self, request, tokens):
-        return tokens
-
-    def should_advance(self, request) -> bool:
-        return False
-
-    def grammar_bitmask(self, *_):
-        return None
+def _any_token() -> SimpleNamespace:
+    """Return a manager of grammars that allow everything."""
+    return SimpleNamespace(
+        vllm_config=None,
+        accept_tokens=lambda request, tokens: True,
+        validate_tokens=lambda request, tokens: tokens,
+        grammar_bitmask=lambda *_: None,
+    )
 
 
 def make_scheduler(
@@ -127,7 +119,7 @@ def make_scheduler(
     return (scheduler_cls or schedulers[is_ours, is_asynchronous])(
         vllm_config=config,
         kv_cache_config=cache,
-        structured_output_manager=_AnyToken(),
+        structured_output_manager=_any_token(),
         block_size=math.lcm(*(spec.block_size for spec in specs)),
         hash_block_size=block_size,
         log_stats=False,

@@ -5,6 +5,8 @@ With speculation configured, vLLM's ``StructuredOutputManager`` allocates a bitm
 reads ``num_speculative_tokens`` from its config. Here that config returns a value for each step.
 """
 
+from vllm.v1.structured_output import StructuredOutputManager
+
 from vllm_triforce.scheduler import SchedulerBase
 from vllm_triforce.vllm_patches import swaps
 
@@ -20,23 +22,28 @@ class _StepConfig:
         return getattr(self._vllm_config, name)
 
 
+class StepMasks(StructuredOutputManager):
+    """The scheduler's manager, with the state of the engine core's, which compiles grammars."""
+
+    def __init__(self, manager: StructuredOutputManager) -> None:
+        self.__dict__ = manager.__dict__
+        self._step_config = _StepConfig(manager.vllm_config)
+        swaps.GRAMMAR_CONFIG.set(manager, self._step_config)
+
+    def grammar_bitmask(self, requests, request_ids, drafts):
+        num_drafts = sum(map(len, drafts.values()))
+        max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
+        # vLLM allocates one mask more than this number for each of ``max_num_seqs`` requests.
+        self._step_config.num_speculative_tokens = -(-num_drafts // max_num_seqs)
+        masks = self._grammar_bitmask
+        if masks is not None and len(masks) < max_num_seqs + num_drafts:
+            self._grammar_bitmask = None
+        return super().grammar_bitmask(requests, request_ids, drafts)
+
+
 class GrammarMaskMixin(SchedulerBase):
     """Mixin for vLLM's schedulers: steps without drafts fill bitmasks as without speculation."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._step_config = _StepConfig(self.vllm_config)
-        swaps.GRAMMAR_CONFIG.set(self.structured_output_manager, self._step_config)
-
-    def get_grammar_bitmask(self, scheduler_output):
-        if not scheduler_output.has_structured_output_requests:
-            return None
-        num_drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
-        max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
-        # vLLM allocates one mask more than this number for each of ``max_num_seqs`` requests.
-        self._step_config.num_speculative_tokens = -(-num_drafts // max_num_seqs)
-        manager = self.structured_output_manager
-        masks = manager._grammar_bitmask
-        if masks is not None and len(masks) < max_num_seqs + num_drafts:
-            swaps.GRAMMAR_MASKS.set(manager, None)
-        return super().get_grammar_bitmask(scheduler_output)
+        self.structured_output_manager = StepMasks(self.structured_output_manager)
