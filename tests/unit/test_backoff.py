@@ -13,8 +13,7 @@ from vllm_triforce.controller.exploration import (
     TRIAL_SHARE,
     SpeculationBackoff,
 )
-from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.routes import PLAIN
+from vllm_triforce.controller.routes import PLAIN, Candidate
 
 
 def test_a_rest_begins_and_ends():

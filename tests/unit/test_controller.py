@@ -40,7 +40,7 @@ from vllm_triforce.controller.acceptance import Rate
 from vllm_triforce.controller.controller import Planned
 from vllm_triforce.controller.exploration import TRIAL_SHARE
 from vllm_triforce.controller.measurements import interpolate
-from vllm_triforce.controller.options import build_options
+from vllm_triforce.controller.planner import build_options
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN_ROUTE, Route
 from vllm_triforce.runner_v1 import calibration
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_triforce.controller.options import Options
-from vllm_triforce.controller.planner import StepCosts, plan
+from vllm_triforce.controller.planner import Options, StepCosts, plan
 from vllm_triforce.controller.routes import HIERARCHICAL
 
 LOOKUP, DRAFT = "prompt_lookup", "draft_model"

@@ -3,8 +3,7 @@
 from vllm_triforce.controller.controller import Controller
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.measurements import Measurements, StepTime
-from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.routes import PLAIN, Choice
+from vllm_triforce.controller.routes import PLAIN, Candidate, Choice
 
 __all__ = [
     "PLAIN",

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from vllm_triforce.controller.controller import Controller, Planned
 from vllm_triforce.controller.measurements import StepTime
-from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN, Choice
+from vllm_triforce.controller.routes import HIERARCHICAL, LEVEL2_ALONE, PLAIN, Candidate, Choice
 
 Plans = dict[str, Choice]
 """By request that proposes."""

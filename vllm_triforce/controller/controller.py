@@ -18,9 +18,22 @@ from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.exploration import Exploration
 from vllm_triforce.controller.lengths import DraftLengths, FixedLengths
 from vllm_triforce.controller.measurements import StepTime
-from vllm_triforce.controller.options import Candidate, Options, build_options
-from vllm_triforce.controller.planner import StepCosts, best_alone, plan, unshared_seconds
-from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, MatchClass, SourceTraits
+from vllm_triforce.controller.planner import (
+    Options,
+    StepCosts,
+    best_alone,
+    build_options,
+    plan,
+    unshared_seconds,
+)
+from vllm_triforce.controller.routes import (
+    HIERARCHICAL,
+    PLAIN,
+    Candidate,
+    Choice,
+    MatchClass,
+    SourceTraits,
+)
 from vllm_triforce.controller.stop_rule import StopRule, StopRules
 
 # Decisions between two adoptions of the first rank's costs; in the beginning, each power of 2.

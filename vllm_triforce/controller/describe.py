@@ -2,8 +2,7 @@
 
 from vllm_triforce.controller.acceptance import LEVEL2_PRIOR
 from vllm_triforce.controller.controller import Controller
-from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.routes import PLAIN_ROUTE
+from vllm_triforce.controller.routes import PLAIN_ROUTE, Candidate
 
 
 def describe(controller: Controller) -> str:

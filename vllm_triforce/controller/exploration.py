@@ -17,8 +17,8 @@ import numpy as np
 from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.lengths import FixedLengths
 from vllm_triforce.controller.measurements import StepTime
-from vllm_triforce.controller.options import Candidate, Options
-from vllm_triforce.controller.planner import Plan, StepCosts, plan, unshared_seconds
+from vllm_triforce.controller.planner import Options, Plan, StepCosts, plan, unshared_seconds
+from vllm_triforce.controller.routes import Candidate
 
 # Share of the time for trials. Re-evaluations and baseline probes have the same share each.
 TRIAL_SHARE = 0.005

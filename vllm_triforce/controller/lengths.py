@@ -8,8 +8,14 @@ from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.config.keys import FIXED_GAMMA, FIXED_LENGTH
 from vllm_triforce.controller.acceptance import ROUND_PRIOR, Acceptance, expected_by_length
 from vllm_triforce.controller.cost_model import CostModel
-from vllm_triforce.controller.options import Candidate
-from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, Choice, MatchClass, SourceTraits
+from vllm_triforce.controller.routes import (
+    HIERARCHICAL,
+    PLAIN,
+    Candidate,
+    Choice,
+    MatchClass,
+    SourceTraits,
+)
 
 
 def fixed_choice(

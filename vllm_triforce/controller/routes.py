@@ -1,7 +1,7 @@
-"""Routes and choices of requests, and traits of draft sources."""
+"""Requests of a decision, routes and choices, and traits of draft sources."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Route = str
 """Way of a proposal to the full pass: ``HIERARCHICAL`` through levels 1 and 2, the name of a source
@@ -14,6 +14,21 @@ LEVEL2_ALONE: Route = "level 2"
 
 MatchClass = int | tuple[int, ...]
 """Class of a draft's first token, each further one a class above; or the class of each token."""
+
+
+@dataclass
+class Candidate:
+    """A request that could be speculated on in this step."""
+
+    request_id: str
+    context: int
+    """Tokens."""
+    max_tokens: int
+    """Longest proposal that fits."""
+    match_classes: Mapping[str, MatchClass | None] = field(default_factory=dict)
+    """Match class by source, None for no tokens; sources that always have some may be missing."""
+    has_seed: bool = False
+    is_greedy: bool = True
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rate
-from vllm_triforce.controller.options import Candidate
 from vllm_triforce.controller.planner import StepCosts
+from vllm_triforce.controller.routes import Candidate
 
 # Upper bounds of a class: the largest probability of the distribution that a token is drawn from.
 _BOUNDS = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95)
