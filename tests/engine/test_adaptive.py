@@ -21,8 +21,8 @@ from tests.outputs import run
 from tests.parity.cases import TWELVE
 from tests.parity.disturbing import replaced, watch
 from vllm_triforce.controller import CostModel
+from vllm_triforce.controller.draft_lengths import StopRule
 from vllm_triforce.controller.routes import HIERARCHICAL, PLAIN, PLAIN_ROUTE, Choice
-from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.metrics.report import counters_of
 from vllm_triforce.runner_v1 import calibration
 from vllm_triforce.selection import POLICIES

@@ -7,8 +7,8 @@ import pytest
 from tests.unit.worlds import DRAFT, LONG_PAYS, controller, matched
 from vllm_triforce.controller import Candidate, Choice
 from vllm_triforce.controller.controller import Planned
+from vllm_triforce.controller.draft_lengths import ConfidenceRates, StopRule
 from vllm_triforce.controller.routes import HIERARCHICAL
-from vllm_triforce.controller.stop_rule import ConfidenceRates, StopRule
 
 # Confidences of the classes in ``rule()``, and the acceptance of each.
 LOW, MIDDLE, HIGH = 0.05, 0.4, 0.99

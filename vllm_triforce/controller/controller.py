@@ -15,8 +15,9 @@ import numpy as np
 from vllm_triforce.config import ResolvedConfig
 from vllm_triforce.controller.acceptance import Acceptance, Rates
 from vllm_triforce.controller.cost_model import CostModel
+from vllm_triforce.controller.draft_lengths import DraftLengths, StopRule, StopRules
 from vllm_triforce.controller.exploration import Exploration
-from vllm_triforce.controller.lengths import DraftLengths, FixedLengths
+from vllm_triforce.controller.lengths import FixedLengths
 from vllm_triforce.controller.measurements import StepTime
 from vllm_triforce.controller.planner import (
     Options,
@@ -34,7 +35,6 @@ from vllm_triforce.controller.routes import (
     MatchClass,
     SourceTraits,
 )
-from vllm_triforce.controller.stop_rule import StopRule, StopRules
 
 # Decisions between two adoptions of the first rank's costs; in the beginning, each power of 2.
 _ADOPT_EVERY = 16

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from vllm_triforce.controller import Controller
+from vllm_triforce.controller.draft_lengths import StopRule
 from vllm_triforce.controller.routes import MatchClass
-from vllm_triforce.controller.stop_rule import StopRule
 from vllm_triforce.core.limits import DisabledRequests
 from vllm_triforce.runner_v1.batch import DraftBatch, Proposal
 from vllm_triforce.runner_v1.retrieval import RetrievalLevel

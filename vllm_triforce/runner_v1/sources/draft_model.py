@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_triforce.cache.streaming import StreamingWindow
-from vllm_triforce.controller.stop_rule import StopRule
+from vllm_triforce.controller.draft_lengths import StopRule
 from vllm_triforce.core.model_pass import PassInput, run_model
 from vllm_triforce.core.models import private_cache, states_read
 from vllm_triforce.runner_v1.sampling import (

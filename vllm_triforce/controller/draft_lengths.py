@@ -1,5 +1,6 @@
-"""Ends of direct drafts: a draft model's distributions say how likely its tokens are accepted.
+"""Lengths of drafts: of a round's, by the acceptance of its source, and of direct ones.
 
+A direct draft ends by a draft model's distributions, which say how likely its tokens are accepted.
 The confidence of a token is the largest probability of the distribution that it is drawn from.
 Eight classes of confidence have an acceptance each, learned from tests. A draft of ``n`` tokens
 with chances ``A_j`` that all of the first ``j`` are accepted gives ``1 + A_1 + ... + A_n`` tokens
@@ -11,13 +12,16 @@ does not bias rejection sampling.
 """
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from vllm_triforce.config import ResolvedConfig
-from vllm_triforce.controller.acceptance import Acceptance, Rate
+from vllm_triforce.controller.acceptance import Acceptance, Rate, expected_by_length
+from vllm_triforce.controller.cost_model import CostModel
 from vllm_triforce.controller.planner import StepCosts
-from vllm_triforce.controller.routes import Candidate
+from vllm_triforce.controller.routes import Candidate, MatchClass, SourceTraits
 
 # Upper bounds of a class: the largest probability of the distribution that a token is drawn from.
 _BOUNDS = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95)
@@ -26,6 +30,65 @@ _GREEDY_PRIOR = (0.15, 0.34, 0.50, 0.70, 0.83, 0.92, 0.99, 1.00)
 _SAMPLED_PRIOR = (0.40, 0.41, 0.46, 0.53, 0.63, 0.73, 0.87, 0.97)
 # Tests that the prior is worth, and tests after which an old one counts 1/e.
 _WEIGHT, _MEMORY = 8.0, 256.0
+
+
+class DraftLengths:
+    """Source and length of a round's draft, by the tokens that a round adds per second.
+
+    The first of ``sources`` wins where several add the same.
+    """
+
+    def __init__(
+        self, config: ResolvedConfig, sources: Sequence[SourceTraits], acceptance: Acceptance
+    ) -> None:
+        self._config = config
+        self._sources = sources
+        self._acceptance = acceptance
+        self._model: CostModel
+        self._round_s: dict[tuple[int, bool], np.ndarray] = {}
+
+    def use_costs(self, model: CostModel) -> None:
+        self._model = model
+        self._round_s.clear()
+
+    def best(
+        self,
+        request_id: str,
+        match_classes: Mapping[str, MatchClass | None],
+        num_rows: int,
+        max_tokens: int,
+    ) -> tuple[str | None, int]:
+        """Return the fastest source of a round's draft, None for no draft, and the length.
+
+        Args:
+            match_classes: by source, None for no tokens.
+            num_rows: requests in this round.
+            max_tokens: that level 2 has room for.
+        """
+        rates = self._acceptance.of(request_id)
+        best: tuple[str | None, int] = None, 0
+        best_speed = 0.0
+        for source in self._sources:
+            index = source.match_class(match_classes)
+            if index is None:
+                continue
+            longest = min(self._config.gamma, max_tokens) if source.takes_passes else max_tokens
+            by_place = np.array(rates.by_place(source.name, True, index, longest))
+            round_s = self._round_seconds(num_rows, source.takes_passes)
+            speeds = (1 + expected_by_length(by_place)) / round_s[: longest + 1]
+            if (speed := float(speeds.max())) > best_speed:
+                best, best_speed = (source.name, int(speeds.argmax())), speed
+        return best
+
+    def _round_seconds(self, num_rows: int, takes_passes: bool) -> np.ndarray:
+        """Return the seconds of rounds with drafts of 0, 1 ... tokens, [max_tokens + 1]."""
+        key = num_rows, takes_passes
+        if key not in self._round_s:
+            model, num_lengths = self._model, self._config.num_speculative_tokens + 1
+            drafts_s = takes_passes * model.draft(num_rows) * np.arange(num_lengths)
+            level2_s = [model.level2(num_rows, n + 1) for n in range(num_lengths)]
+            self._round_s[key] = drafts_s + np.array(level2_s)
+        return self._round_s[key]
 
 
 class ConfidenceRates:
