@@ -197,16 +197,11 @@ def _with_prometheus(original, self, vllm_config, *args, **kwargs):
     why="takes the counters out again before any logger of vLLM sees them",
     until=_UNTIL,
 )
-def _out_of_scheduler_stats(original, self, *args, **kwargs):
+def _out_of_scheduler_stats(
+    original, self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=None
+):
     # Managers of stock engines, or created before this patch, lack the attribute.
-    if (prometheus := getattr(self, "triforce_prometheus", None)) is not None:
-        _observe(prometheus, *args, **kwargs)
-    return original(self, *args, **kwargs)
-
-
-def _observe(
-    prometheus, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=None
-) -> None:
-    """Move our counters from the arguments of ``record()`` to Prometheus."""
-    if scheduler_stats and (added := take(scheduler_stats)):
+    prometheus = getattr(self, "triforce_prometheus", None)
+    if prometheus is not None and scheduler_stats and (added := take(scheduler_stats)):
         prometheus.observe(added, engine_idx or 0)
+    return original(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
