@@ -46,11 +46,7 @@ def rest_long(llm, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     "neighbour, min_tokens",
-    [
-        *itertools.product(["decodes", "is longer"], [0, 12]),
-        ("is read too", 0),
-        ("leaves", 0),
-    ],
+    [*itertools.product(["decodes", "is longer"], [0, 12]), ("is read too", 0), ("leaves", 0)],
 )
 def test_a_seeded_request_is_as_alone(whole, text, monkeypatch, neighbour, min_tokens):
     """Beside one that decodes plainly and rests it samples the same, and proposes at the same

@@ -17,10 +17,7 @@ pytestmark = [
 ]
 
 BUDGET = 256
-QUESTIONS = [
-    "What does the with statement do?",
-    "List the comparison operators.",
-]
+QUESTIONS = ["What does the with statement do?", "List the comparison operators."]
 NUM_TOKENS = 28
 
 

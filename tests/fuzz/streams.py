@@ -7,13 +7,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tests.fuzz.models import CHARACTERS, CORPUS_TOKENS, DRAFTS, EOS, OF_CHARACTERS, VOCAB_SIZE
-from tests.fuzz.settings import (
-    MAX_TOKENS,
-    PROMPT_TOKENS,
-    SHORT,
-    max_model_len_of,
-    may_have_seeds,
-)
+from tests.fuzz.settings import MAX_TOKENS, PROMPT_TOKENS, SHORT, max_model_len_of, may_have_seeds
 from tests.parity.cases import SCHEMA
 
 VOCAB = {**dict.fromkeys(DRAFTS, VOCAB_SIZE), "pair": 4096, "smollm2": 49152}

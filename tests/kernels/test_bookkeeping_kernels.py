@@ -14,13 +14,7 @@ from vllm_triforce.kernels.pass_inputs import (
     prepare_window_inputs,
 )
 from vllm_triforce.kernels.proposals import count_full_pass
-from vllm_triforce.kernels.row_table import (
-    Owner,
-    RowColumn,
-    SlotColumn,
-    StateColumn,
-    stack_columns,
-)
+from vllm_triforce.kernels.row_table import Owner, RowColumn, SlotColumn, StateColumn, stack_columns
 from vllm_triforce.kernels.rows import Rows, SamplingParameters
 from vllm_triforce.metrics.counters import DeviceCounter
 

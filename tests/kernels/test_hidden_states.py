@@ -23,12 +23,7 @@ def rows() -> Rows:
 def states(rows) -> HiddenStatesV2:
     """Two auxiliary layers, which the head adds."""
     return HiddenStatesV2(
-        lambda aux: aux[:, :HIDDEN] + aux[:, HIDDEN:],
-        rows,
-        CAPACITY,
-        HIDDEN,
-        torch.float32,
-        DEVICE,
+        lambda aux: aux[:, :HIDDEN] + aux[:, HIDDEN:], rows, CAPACITY, HIDDEN, torch.float32, DEVICE
     )
 
 

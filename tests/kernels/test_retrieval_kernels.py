@@ -8,11 +8,7 @@ from tests.kernels.device import DEVICE
 from tests.kernels.tensors import some_rows
 from vllm_triforce.cache.one_head_blocks import ChunkIds
 from vllm_triforce.cache.summaries import QuantizedSummaries
-from vllm_triforce.kernels.retrieval import (
-    KeyPointers,
-    build_sparse_tables,
-    update_chunk_summaries,
-)
+from vllm_triforce.kernels.retrieval import KeyPointers, build_sparse_tables, update_chunk_summaries
 from vllm_triforce.selection import Summary
 
 

@@ -41,11 +41,7 @@ class Attention:
 @pytest.fixture
 def world():
     config = TriForceConfig(
-        retrieval_budget=128,
-        num_speculative_tokens=6,
-        gamma=2,
-        min_context=0,
-        prompt_lookup_max=3,
+        retrieval_budget=128, num_speculative_tokens=6, gamma=2, min_context=0, prompt_lookup_max=3
     )
     config = config.with_defaults(can_adapt=False).resolve(BLOCK)
     rows = Rows(config, 4, VOCAB_SIZE, DEVICE)

@@ -134,10 +134,7 @@ def _by_source(source: str) -> list[Case]:
             f"greedy-{source}",
             "Greedy output is stock vLLM's, alone and in a batch of unequal lengths that is read "
             "in chunks; requests below min_context are not speculated on, those above are.",
-            (
-                requests(90, max_tokens=10),
-                requests(520, 90, 400, max_tokens=10),
-            ),
+            (requests(90, max_tokens=10), requests(520, 90, 400, max_tokens=10)),
             ("stock", "gate"),
             **small,
             at_least={"num_level2_accepted": 1, "num_level1_drafted": 1, "num_level3_steps": 1},

@@ -55,11 +55,7 @@ def vllm_config(tmp_path_factory, request):
     dtype, block_size = request.param
     model = make_llama(tmp_path_factory.mktemp("attention") / "model")
     made = EngineArgs(
-        model,
-        dtype=dtype,
-        block_size=block_size,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
+        model, dtype=dtype, block_size=block_size, skip_tokenizer_init=True, enforce_eager=True
     ).create_engine_config()
     made.cache_config.kv_cache_layout = "LBHNC"  # head-major; the engine's core chooses it
     return made

@@ -150,11 +150,7 @@ def test_a_heads_window_has_no_sinks():
         ),
         ("d", {"gamma": 2, "prompt_lookup_max": 4}, ["prompt_lookup_max=4", "draft_model"]),
         ("d", {"draft_sources": "head"}, ["'d' is no head", "'draft_model'"]),
-        (
-            "h",
-            {"draft_sources": "draft_model", "is_head": True},
-            ["'h' is a head", "Use 'head'"],
-        ),
+        ("h", {"draft_sources": "draft_model", "is_head": True}, ["'h' is a head", "Use 'head'"]),
         ("h", {"num_sink_tokens": 4, "is_head": True}, ["num_sink_tokens=4", "'h'"]),
     ],
 )

@@ -7,11 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_triforce.cache.pass_selection import (
-    TOKENS_PER_SELECTION,
-    PassSelection,
-    may_select,
-)
+from vllm_triforce.cache.pass_selection import TOKENS_PER_SELECTION, PassSelection, may_select
 from vllm_triforce.cache.retrieval_cache import RetrievalCache
 from vllm_triforce.config.budget import RetrievalBudget
 from vllm_triforce.selection import POLICIES
