@@ -90,11 +90,10 @@ def sample(llm, prompt, count=NUM_SAMPLES, **params) -> np.ndarray:
     """Return completions of one prompt, [count, NUM_TOKENS]."""
     from vllm import SamplingParams
 
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt}] * count,
-        SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **params),
-        use_tqdm=False,
-    )
+    from tests.outputs import run
+
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, **params)
+    outputs = run(llm, [prompt] * count, params)
     return np.array([output.outputs[0].token_ids for output in outputs])
 
 

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
-from tests.models import PAIR, PROMPTS, ROOT
+from tests import child
+from tests.models import PAIR, PROMPTS
 from vllm_triforce import cli
 from vllm_triforce_bench.bench import measurement
 
@@ -94,8 +94,7 @@ def test_help_loads_neither_vllm_nor_the_extra():
         "try: cli.main(['bench', '--help'])\nexcept SystemExit: pass\n"
         "assert not {'vllm', 'torch', 'pandas', 'matplotlib', 'rich'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "--batch-sizes" in done.stdout, done.stderr
+    assert "--batch-sizes" in child.run(sys.executable, "-c", code).stdout
 
 
 # The whole way.
@@ -103,20 +102,10 @@ def test_help_loads_neither_vllm_nor_the_extra():
 
 def run_command(given: list[str]) -> str:
     """Run the command in a process of its own; return what it shows."""
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_triforce.cli", *given],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={
-            name: value
-            for name, value in os.environ.items()
-            # Without a width, as where a terminal's output is piped.
-            if name not in ("VLLM_TRIFORCE_PRELOADED", "COLUMNS")
-        },
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    # Without a width, as where a terminal's output is piped.
+    others = os.environ.keys() - {"VLLM_TRIFORCE_PRELOADED", "COLUMNS"}
+    env = {name: os.environ[name] for name in others}
+    return child.run(sys.executable, "-m", "vllm_triforce.cli", *given, env=env).stdout
 
 
 @pytest.fixture(scope="module")

@@ -183,20 +183,9 @@ def test_the_page_stands_alone_and_has_the_numbers():
 @pytest.mark.thorough
 def test_two_servers_are_measured_in_turns(pair, tmp_path):
     given = arguments(pair, "--serve", "--batch-sizes", "2", "--repetitions", "1", "--no-control")
-    given += [
-        "--output",
-        str(tmp_path),
-        "--requests-per-run",
-        "4",
-        "--warmup",
-        "0",
-        "--budgets",
-        "128",
-        "--dtypes",
-        "float32",
-    ]
+    given += ["--output", str(tmp_path), "--requests-per-run", "4", "--warmup", "0"]
     engine = {"enforce_eager": True, "block_size": 32, "distributed_executor_backend": "uni"}
-    given += ["--engine", json.dumps(engine)]
+    given += ["--budgets", "128", "--dtypes", "float32", "--engine", json.dumps(engine)]
     given += ["--triforce", '{"min_context": 0, "adaptive": false}']
     shown = run_command(given)
     runs = [

@@ -5,12 +5,12 @@ what it calls refused is refused, and with the same words.
 import dataclasses
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import child
 from tests.models import make_architecture, make_llama
 from vllm_triforce.cli import main
 from vllm_triforce_bench.doctor.report import write_report
@@ -296,13 +296,8 @@ def test_a_plugin_that_is_switched_off(capsys, monkeypatch):
 
 def test_as_text(pair):
     """What a user sees, in a process of its own: nothing of vLLM's log among it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_triforce.cli", "doctor", pair["target"], "--machine", "H200"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    given = ("doctor", pair["target"], "--machine", "H200")
+    lines = child.run(sys.executable, "-m", "vllm_triforce.cli", *given).stdout.splitlines()
     assert lines[0].startswith("vllm-triforce") and lines[-1] == "TriForce would run."
     starts = {line.split("  ")[0] for line in lines}
     assert {"vLLM", "model runner", "layers", "KV cache", "beside them", "level 2"} <= starts

@@ -156,12 +156,7 @@ def test_fixed_lengths_have_no_break_even(serve, capsys):
     [
         (300, 6000, counters(), "fewer than 500 tokens were generated"),
         (1500, 6000, counters(rejections=300), "raise retrieval_budget"),
-        (
-            1500,
-            6000,
-            counters(rejections=1000, direct=300),
-            "full passes reject most tokens of level 1",
-        ),
+        (1500, 6000, counters(rejections=1000, direct=300), "reject most tokens of level 1"),
         (1500, 6000, counters(level1=(600, 60)), "name a draft model or an EAGLE-3 head"),
         (1500, 6000, counters(proposals=600, step_seconds=5.2), "more time here than its tokens"),
         (300, 6000, LevelCounters(num_nan_requests=2), "nan_requests is above 0"),

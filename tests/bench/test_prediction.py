@@ -21,7 +21,6 @@ from vllm_triforce_bench.predict.steps import (
     DIRECT,
     DRAFT,
     LEVELS,
-    LOOKUP,
     Acceptance,
     Predictor,
     Setting,
@@ -31,9 +30,6 @@ from vllm_triforce_bench.predict.steps import (
     settings,
     tokens_per_step,
 )
-
-LEVELS_6 = Setting(LEVELS, 6, 2, 4096, DRAFT)
-AMONG = [s for budget in (512, 1024, 2048, 4096) for s in settings(budget, (DRAFT, LOOKUP))]
 
 
 def predictor(machine="H200", model="llama-3.1-8b") -> Predictor:

@@ -50,9 +50,7 @@ def test_sampled_with_a_grammar(engines, models, prompt, exact):  # noqa: F811
     params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, structured_outputs=grammar)
     before = counters_of(llm)
     with watch(worker_of(llm).model_runner.rejection_sampler, "forward") as calls:
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt}] * NUM_SAMPLES, [params] * NUM_SAMPLES, use_tqdm=False
-        )
+        outputs = run(llm, [prompt] * NUM_SAMPLES, [params] * NUM_SAMPLES)
     counted = counters_of(llm).since(before)
     assert counted.num_level2_accepted > 240 and counted.num_level3_rejections > 240
     assert counted.num_proposed > counted.num_level2_drafted + 240, "none was cut"

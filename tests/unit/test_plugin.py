@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests import child
 from tests.conftest import triforce
-from tests.models import make_architecture
+from tests.models import make_architecture, speculators_config
 from tests.refusals import engine_config, refused
 from vllm_triforce import plugin, vllm_patches
 from vllm_triforce.config import checks
@@ -245,18 +245,10 @@ def test_refusals_name_the_flag_that_was_given(gqa_pair, flags, named):
 
 def test_a_checkpoint_that_names_a_method_of_its_own_is_refused(gqa_pair, tmp_path):
     """vLLM takes that method and its model, whatever was configured."""
-    model = _config_only(
-        tmp_path / "model",
-        architectures=["Eagle3Speculator"],
-        speculators_model_type="eagle3",
-        transformer_layer_config={"vocab_size": 4096, "num_hidden_layers": 1},
-        draft_vocab_size=4096,
-        speculators_config={
-            "algorithm": "eagle3",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {"name_or_path": gqa_pair["target"], "architectures": []},
-        },
-    )
+    head = dict(vocab_size=4096, num_hidden_layers=1, draft_vocab_size=4096)
+    head["eagle_aux_hidden_state_layer_ids"] = None
+    config = speculators_config(head, gqa_pair["target"])
+    model = _config_only(tmp_path / "model", **config)
     with pytest.raises(ValueError, match=r"speculators.*'eagle3'.*Use the model .*target'"):
         engine_config(model, triforce())
 

@@ -16,6 +16,7 @@ from tests.generation import generate
 from tests.head_oracle import LAYERS, STEPS, VOCAB, expected_logits
 from tests.inside import built, scheduler_of, worker_of
 from tests.models import held_out_tokens, make_head, make_llama
+from tests.outputs import run
 from tests.parity.cases import DRAFT, EIGHT, SMALL
 from tests.parity.checks import LEAST_P_VALUE, p_values
 from tests.parity.disturbing import replaced
@@ -55,8 +56,7 @@ def of_eight(engines, eight):
 def outputs(llm, prompts, params: list[dict]) -> list:
     common = dict(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     rows = [SamplingParams(**{**common, **own}) for own in params]
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return llm.generate(inputs, rows, use_tqdm=False)
+    return run(llm, prompts, rows)
 
 
 def test_without_kv_in_host_memory_nothing_of_it_is_imported(llm):
