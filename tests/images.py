@@ -1,6 +1,6 @@
-"""Small random models that take images, and their images.
+"""Small random models that take images, and their images and videos.
 
-torchvision is not needed: Qwen3-VL gets transformers' image processor of PIL.
+torchvision is not needed: Qwen3-VL gets transformers' image processor of PIL, for video too.
 """
 
 import importlib
@@ -41,13 +41,31 @@ def install() -> None:
         def check_argument_for_proper_class(self, *args) -> None:
             """Do nothing: the class of video processors does not load."""
 
+    class Videos(pil.Qwen2VLImageProcessorPil):
+        """Reads frames as images, and makes a patch of two frames' patches at the same place."""
+
+        def __call__(self, videos, video_metadata, **kwargs) -> dict:
+            ((frames,),) = videos
+            images = super().__call__(list(frames), return_tensors="pt")
+            # [pairs, first or second frame, patches, channels, twice the same, pixels]
+            patches = images["pixel_values"].view(len(frames) // 2, 2, -1, 3, 2, self.patch_size**2)
+            patches = patches.diagonal(0, 1, 4).movedim(-1, 3)
+            return dict(
+                pixel_values_videos=patches.flatten(2).flatten(0, 1),
+                video_grid_thw=images["image_grid_thw"][:1] * torch.tensor([len(patches), 1, 1]),
+                video_metadata=video_metadata[0],
+            )
+
     def get_hf_processor(self, **kwargs):
-        images = pil.Qwen2VLImageProcessorPil.from_pretrained(self.ctx.model_config.model)
-        return Processor(images, self.get_tokenizer(), images)
+        model = self.ctx.model_config.model
+        images = pil.Qwen2VLImageProcessorPil.from_pretrained(model)
+        videos = Videos.from_pretrained(model)
+        return Processor(images, self.get_tokenizer(), videos)
 
     info = qwen3_vl.Qwen3VLProcessingInfo
     info.get_hf_processor = get_hf_processor
-    info.get_supported_mm_processor_kwargs = lambda self: {"images_kwargs": set()}
+    scopes = {"images_kwargs": set(), "videos_kwargs": set()}
+    info.get_supported_mm_processor_kwargs = lambda self: scopes
     inspect_models_here()  # another process has none of the above
 
 
@@ -61,11 +79,11 @@ def _tokenizer(folder: Path, tokens: tuple[str, ...]) -> tuple[list[int], int]:
     return tokenizer.convert_tokens_to_ids(list(tokens)), -(-len(tokenizer) // 64) * 64
 
 
-def make_qwen3_vl(folder: Path) -> tuple[str, list[int], int]:
+def make_qwen3_vl(folder: Path) -> tuple[str, dict[str, tuple[int, ...]], int]:
     """Save a random Qwen3-VL: M-RoPE, and features of the image in several layers.
 
     Returns:
-        Its folder, the tokens of an image in a prompt, and the vocabulary's size.
+        Its folder, the tokens of an image and of a video in a prompt, and the vocabulary's size.
     """
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -100,10 +118,11 @@ def make_qwen3_vl(folder: Path) -> tuple[str, list[int], int]:
     model.save_pretrained(folder)
     pixels = {"shortest_edge": 64, "longest_edge": 64 * 64}
     pil.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=pixels).save_pretrained(folder)
-    return str(folder), [start, image, end], vocab_size
+    tokens = {"image": (start, image, end), "video": (start, video, end)}
+    return str(folder), tokens, vocab_size
 
 
-def make_idefics3(folder: Path) -> tuple[str, list[int], int]:
+def make_idefics3(folder: Path) -> tuple[str, dict[str, tuple[int, ...]], int]:
     """Save a random Idefics3, which reads an image as a whole and in pieces, with text between.
 
     The result is that of ``make_qwen3_vl()``.
@@ -143,7 +162,7 @@ def make_idefics3(folder: Path) -> tuple[str, list[int], int]:
     )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     Idefics3Processor(images, tokenizer, image_seq_len=16).save_pretrained(folder)
-    return str(folder), [image], vocab_size
+    return str(folder), {"image": (image,)}, vocab_size
 
 
 def make_image(seed: int):
@@ -155,9 +174,17 @@ def make_image(seed: int):
     return Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8))
 
 
+def make_video(seed: int) -> tuple[np.ndarray, dict]:
+    """Return frames that become darker, and what vLLM knows of them: two a second."""
+    image, times = np.asarray(make_image(seed)), range(1, 7)
+    facts = dict(fps=2.0, total_num_frames=len(times), frames_indices=[*range(len(times))])
+    return np.stack([image // time for time in times]), facts
+
+
 def as_prompt(token_ids: list[int], images: tuple[int, ...]) -> dict:
-    """Return vLLM's prompt of tokens and images, by seeds."""
-    prompt: dict = {"prompt_token_ids": token_ids}
-    if images:
-        prompt["multi_modal_data"] = {"image": [make_image(seed) for seed in images]}
-    return prompt
+    """Return vLLM's prompt of tokens and images, by seeds; negative ones are of videos."""
+    data: dict = {}
+    for seed in images:
+        name, make = ("image", make_image) if seed > 0 else ("video", make_video)
+        data.setdefault(name, []).append(make(abs(seed)))
+    return {"prompt_token_ids": token_ids} | ({"multi_modal_data": data} if data else {})

@@ -16,7 +16,10 @@ from vllm_triforce_bench.bench import server as of_bench
 from vllm_triforce_bench.bench.methods import CONTROL_VARIANT
 
 MODEL = "target"
-_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}{{ part['text'] or "
+    "'<|vision_start|><|' ~ part['type'] ~ '_pad|><|vision_end|>' }}{% endfor %}\n{% endfor %}"
+)
 
 
 class Server(of_bench.Server):
@@ -65,12 +68,10 @@ def change(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 def serve(model: str, log: Path, *arguments: str, **env: str) -> Iterator[Server]:
     """Run a server until the block ends."""
     port = get_open_port()
-    template = log.with_suffix(".jinja")
-    template.write_text(_CHAT_TEMPLATE)
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
-        *("--served-model-name", MODEL, "--chat-template", str(template)),
+        *("--served-model-name", MODEL, "--chat-template", CHAT_TEMPLATE),
         *("--gpu-memory-utilization", "0.1", *arguments),
     ]
     env = {

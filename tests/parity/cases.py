@@ -36,7 +36,7 @@ class Request:
     turn_after: "Request | None" = None
     """Before its stretch come that request's prompt and stock vLLM's answer."""
     images: tuple[int, ...] = ()
-    """Seeds of images, spread over its stretch."""
+    """Seeds of images, negative ones of videos, spread over its stretch."""
 
 
 Round = tuple[Request, ...]
@@ -720,7 +720,7 @@ def _heads() -> list[Case]:
 
 
 # Positions of Qwen3-VL are M-RoPE's, and an image adds fewer than it has tokens.
-IMAGES = SMALL | {"limit_mm_per_prompt": {"image": 3, "video": 0}, "enable_prefix_caching": True}
+IMAGES = SMALL | {"limit_mm_per_prompt": {"image": 3, "video": 1}, "enable_prefix_caching": True}
 
 
 def _images() -> list[Case]:
@@ -735,9 +735,9 @@ def _images() -> list[Case]:
     return [
         Case(
             "images-covering",
-            "Level 2 is the target where its budget covers a context with images, with M-RoPE; "
-            "images of requests before are in the prefix cache.",
-            (batch(10, (1,), (2, 3), ()), batch(10, (1,), (3, 2))),
+            "Level 2 is the target where its budget covers a context with images and video, with "
+            "M-RoPE; images of requests before are in the prefix cache.",
+            (batch(10, (1,), (2, -3), ()), batch(10, (1,), (-3, 2))),
             ("stock", "always right"),
             keys={"retrieval_budget": 1024},
             at_least={"num_level2_drafted": 30},

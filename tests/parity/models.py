@@ -33,8 +33,8 @@ class Model:
     """Checkpoints of the target's shape, by name."""
     head: str = ""
     """An EAGLE-3 head, or a model with MTP layers."""
-    image_tokens: tuple[int, ...] = ()
-    """Tokens of an image in a prompt."""
+    image_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens of an ``image`` and of a ``video`` in a prompt."""
 
 
 def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
@@ -77,7 +77,7 @@ def make_models(folder: Path, gqa: dict[str, str]) -> dict[str, Model]:
             draft_of_qwen,
             _random(2000),
             has_tokenizer=True,
-            image_tokens=tuple(image_tokens),
+            image_tokens=image_tokens,
             head=make_head(folder / "head-vl", qwen3_vl, draft_vocab=2048, layers=(1, 2, 3)),
         ),
         "pair": Model(

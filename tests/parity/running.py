@@ -203,8 +203,9 @@ def _asked(request: Request, model, stock) -> tuple[list[int], dict]:
     if request.images:
         params = {**params, "images": request.images}
         step = len(prompt) // (1 + len(request.images))
-        for place in range(len(request.images) * step, 0, -step):
-            prompt = [*prompt[:place], *model.image_tokens, *prompt[place:]]
+        for number, seed in reversed([*enumerate(request.images, 1)]):
+            place, kind = number * step, "image" if seed > 0 else "video"
+            prompt = [*prompt[:place], *model.image_tokens[kind], *prompt[place:]]
     if request.adapter:
         params = {**params, "adapter": model.adapters[request.adapter - 1]}
     return prompt, {"detokenize": model.has_tokenizer, **params}
