@@ -15,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.conftest import triforce
 from tests.generation import assert_same_tokens, generate
-from tests.inside import controller_of, drive, scheduler_of, worker_of
+from tests.inside import controller_of, drive, worker_of
 from tests.joint import SETTINGS, asked_joint, exact, models, prompt, pvalue, sample
 from tests.outputs import run
 from tests.parity.cases import TWELVE
@@ -282,15 +282,3 @@ def test_what_passes_take_is_told(engines, pair):
     assert anew.keys() == told.keys() and anew["draft"] > 0 and anew["full_by_rows"][0][1] > 0
     with pytest.raises(ValueError, match="no TriForce counters"):
         counters_of(engines.get(pair["target"]))
-
-
-def test_a_prompt_that_just_fits_is_read_in_one_step(engines, pair, text):
-    """Steps are filled as stock vLLM fills them: no token of the budget is kept for drafting."""
-    scheduled = []
-    for keys in (None, {"method": "triforce", "model": pair["draft"], "retrieval_budget": 256}):
-        llm = engines.get(pair["target"], keys, max_num_batched_tokens=256, max_num_seqs=4)
-        with watch(scheduler_of(llm), "schedule") as calls:
-            generate(llm, [text[:128], text[128:256], text[256:512]], max_tokens=1)
-        steps = [sorted(output.num_scheduled_tokens.values()) for _, output in calls]
-        scheduled.append([step for step in steps if step])
-    assert scheduled[0] == scheduled[1] == [[128, 128], [256]]
