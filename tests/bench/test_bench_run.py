@@ -46,6 +46,7 @@ MISTAKES = [
     (["--temperatures", "nan"], "--temperatures: nan is not accepted: input should be a finite"),
     (["--batch-sizes", "2,1,2"], "--batch-sizes: 2,1,2 is not accepted: name each value once"),
     (["--tokens", "9" * 400], "positions"),
+    (["--triforce", '{"max_slowdown": "x"}'], "of type float, not str. Write it as JSON has it"),
     (["--triforce", '{"log_interval": Infinity}'], "log_interval=inf is out of range"),
     (["--dataset-name", "random"], "either --prompts PATH or --dataset-name"),
     (["--contexts", "each"], "takes the prompts of --dataset-name"),

@@ -371,6 +371,7 @@ def test_engine_args_can_be_used_twice(gqa_pair):
     "keys, kwargs, named",
     [
         ({"model": "/no/such/draft"}, {}, ["'/no/such/draft'", "config.json", "prompt lookup"]),
+        ({"model": "no/such/draft"}, {}, ["'no/such/draft'", "config.json", "prompt lookup"]),
         ({"model": "nobody/no-such-draft"}, {}, ["'nobody/no-such-draft'", "cannot be read"]),
         ({"model": 3}, {}, ["model=3"]),
         ({"model": "DRAFT", "num_recent_tokens": 2000}, {}, ["num_recent_tokens=2000", "1024"]),

@@ -49,7 +49,7 @@ def read_draft_config(draft: Mapping[str, Any], trust_remote_code: bool):
     """
     draft_model, revision = draft["model"], draft.get("revision")
     is_local = os.path.isabs(draft_model) or draft_model.startswith((".", "~"))
-    is_local |= os.path.exists(draft_model)
+    is_local |= os.path.exists(draft_model) or draft_model.count("/") > 1  # no name on the Hub
     if is_local and not os.path.isfile(os.path.join(draft_model, "config.json")):
         raise ValueError(
             f"draft model {draft_model!r} is not a folder with a config.json. Correct 'model' in "

@@ -295,7 +295,8 @@ def check_key(name: str, value: Any) -> None:
         types += (int,)
     if isinstance(value, bool) != (bool in types) or not isinstance(value, types):
         raise ValueError(
-            f"{name}={value!r} must be of type {types[0].__name__}, not {type(value).__name__}"
+            f"{name}={value!r} must be of type {types[0].__name__}, not {type(value).__name__}. "
+            "Write it as JSON has it, or leave it out for the default."
         )
     high = math.inf if key.high is None else key.high
     if key.low is not None and not (key.low <= value <= high and value < math.inf):
