@@ -21,6 +21,7 @@ KEYS = {
     "copy": triforce(**DRAFT, level2_model="bfloat16"),
     # By the controller, whose ranks must decide alike.
     "chosen": {"method": "triforce", **DRAFT, "adaptive": True},
+    "suffix": {"method": "triforce", **DRAFT, "draft_sources": "suffix,draft_model"},
     "host memory": triforce(**DRAFT, kv_offload_gib=0.06),
     "host memory, plain": {"method": "triforce", "levels": "3", "kv_offload_gib": 0.06},
 }
