@@ -17,7 +17,7 @@ from vllm_triforce.core.kv_groups import (
     recurrent_layers,
     retrieval_block_size,
 )
-from vllm_triforce.core.models import fusion_of, num_states
+from vllm_triforce.core.models import Level2Model, fusion_of, num_states
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
@@ -185,16 +185,6 @@ class SpeculatorPartsV2:
                 sums,
                 self.rows,
             )
-        recurrent = None
-        if state_layers := recurrent_layers(context.vllm_config):
-            recurrent = RecurrentLayers(
-                state_layers,
-                recurrent_layers(level2_model.vllm_config),
-                groups,
-                self.rows,
-                runner.model_state,
-                context.device,
-            )
         return RetrievalLevelV2(
             context,
             level2_model,
@@ -203,9 +193,19 @@ class SpeculatorPartsV2:
             selections,
             self.tables,
             chunk_tables,
-            recurrent,
+            self._recurrent(level2_model, groups, runner.model_state),
             None if level2_model.is_copy else self.adapters,
             pool,
             self.hidden_states,
             num_states(context.vllm_config) if config.has_head else 0,
         )
+
+    def _recurrent(
+        self, level2_model: Level2Model, groups: list[KVGroup], model_state: Any
+    ) -> RecurrentLayers | None:
+        """Build level 2's recurrent layers, if the target has such."""
+        vllm_config, device = self.context.vllm_config, self.context.device
+        if not (layers := recurrent_layers(vllm_config)):
+            return None
+        level2_layers = recurrent_layers(level2_model.vllm_config)
+        return RecurrentLayers(layers, level2_layers, groups, self.rows, model_state, device)
