@@ -17,7 +17,7 @@ from vllm_triforce.core.kv_groups import (
     recurrent_layers,
     retrieval_block_size,
 )
-from vllm_triforce.core.models import Level2Model, fusion_of, num_states
+from vllm_triforce.core.models import Level2Model, fusion_of
 from vllm_triforce.core.runner_adapter import RunnerAdapter
 from vllm_triforce.kernels.draw import ExponentialSampler
 from vllm_triforce.kernels.proposals import DraftLogits
@@ -192,12 +192,10 @@ class SpeculatorPartsV2:
             attention,
             selections,
             self.tables,
-            chunk_tables,
             self._recurrent(level2_model, groups, runner.model_state),
             None if level2_model.is_copy else self.adapters,
             pool,
             self.hidden_states,
-            num_states(context.vllm_config) if config.has_head else 0,
         )
 
     def _recurrent(

@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_triforce.attention.base import LayerSelection, RetrievalAttention
 from vllm_triforce.core.kv_groups import KVGroup
-from vllm_triforce.core.models import Level2Model
+from vllm_triforce.core.models import Level2Model, num_states
 from vllm_triforce.kernels.draw import Distributions, LevelLogits
 from vllm_triforce.kernels.nan_guard import NanScrubber
 from vllm_triforce.kernels.pass_inputs import PassInputs, prepare_target_inputs
@@ -103,14 +103,11 @@ class RetrievalLevelV2:
         level2_model: the target, or its copy.
         groups: vLLM's KV cache groups; one of them has all sparse layers.
         tables: buffers of each batch's block tables, [max_rows, width], int32, one for each group.
-        chunk_tables: [max_rows, width], int32, buffer of chunks in the place of the retrieving
-            group's blocks; that group's buffer where a block is a chunk.
         recurrent: None if no layer is recurrent.
         adapters: None without LoRA, and for a copy of the target, which has none.
         pool: blocks of the layers whose KV cache lies in host memory, which are the last layers;
             None if there are none.
-        hidden_states: where a head reads the states of ``num_states`` auxiliary layers; None
-            without a head.
+        hidden_states: where a head reads the states of auxiliary layers; None without a head.
     """
 
     def __init__(
@@ -121,12 +118,10 @@ class RetrievalLevelV2:
         attention: RetrievalAttention,
         selections: SelectionsV2,
         tables: list[torch.Tensor],
-        chunk_tables: torch.Tensor,
         recurrent: RecurrentLayers | None = None,
         adapters: LevelAdapters | None = None,
         pool: "RetrievalPool | None" = None,
         hidden_states: HiddenStatesV2 | None = None,
-        num_states: int = 0,
     ) -> None:
         rows = context.rows
         self._hidden_states = hidden_states
@@ -136,21 +131,20 @@ class RetrievalLevelV2:
         if recurrent is not None:
             vllm_config = recurrent.config(vllm_config)
         self._groups = groups
-        self._sparse_group = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
+        self._sparse_index = next(i for i, g in enumerate(groups) if g.sparse_layer_names)
+        self._sparse_group = groups[self._sparse_index]
         self._attention = attention
         self.selections = selections
         self._rows = rows
         self._max_position = context.vllm_config.model_config.max_model_len - 1
-        self._num_kv_heads = attention.num_kv_heads
         self._dense_seq_lens = torch.zeros(rows.max_rows, dtype=torch.int32, device=context.device)
-        self._chunk_tables = chunk_tables
-        self._split = chunk_tables.shape[1] // tables[self._sparse_group].shape[1]
+        self._split = selections.chunk_tables.shape[1] // tables[self._sparse_index].shape[1]
         self._parts = torch.arange(self._split, dtype=torch.int32, device=context.device)
         self.pool = pool
-        layer_names = groups[self._sparse_group].sparse_layer_names
+        layer_names = self._sparse_group.sparse_layer_names
         self._pooled_names = set() if pool is None else set(layer_names[-pool.num_layers :])
         self._scrubbers = [self._scrubber(group, vllm_config) for group in groups]
-        num_seqs = rows.max_rows * self._num_kv_heads
+        num_seqs = rows.max_rows * attention.num_kv_heads
         self.model_pass = ModelPass(
             self._model,
             vllm_config,
@@ -160,28 +154,30 @@ class RetrievalLevelV2:
             self._slots,
             "level 2 pass",
             adapters,
-            num_states,
+            0 if hidden_states is None else num_states(context.vllm_config),
             is_target=True,
         )
-        inputs, max_len = self.model_pass.inputs, self._max_position + 1
-        self._dense = [
-            DenseLayers(*kind, group.block_size, inputs, self._dense_seq_lens, table, max_len)
-            for group, table in zip(groups, tables)
-            for kind in group.dense
-        ]
-        """Layers that read the whole context."""
+        self._dense = self._dense_layers(tables)
         self._has_adapters = adapters is not None
         # A round is two graphs: the pass, with or without the launches that select, and its logits,
         # by the kind of sampling.
-        self._in_pass: LayerSelection = selections.in_pass if pool is None else pool
-        self._selection: LayerSelection | None = self._in_pass
+        self._selection: LayerSelection | None = selections.in_pass if pool is None else pool
         parts = SamplingV2(True), [self.model_pass], context
-        name = "level 2 round"
+        without = "level 2 round without selection"
         self._passes = {
-            True: GraphedRound(self._run_pass, *parts, name),
-            False: GraphedRound(self._run_without_selection, *parts, f"{name} without selection"),
+            True: GraphedRound(self._run_pass, *parts, "level 2 round"),
+            False: GraphedRound(self._run_without_selection, *parts, without),
         }
         self._logits = graphed_rounds(self._compute_logits, [], context, "level 2 logits")
+
+    def _dense_layers(self, tables: list[torch.Tensor]) -> list[DenseLayers]:
+        """Return the layers that read the whole context."""
+        inputs, max_len = self.model_pass.inputs, self._max_position + 1
+        return [
+            DenseLayers(*kind, group.block_size, inputs, self._dense_seq_lens, table, max_len)
+            for group, table in zip(self._groups, tables)
+            for kind in group.dense
+        ]
 
     def _scrubber(self, group: KVGroup, vllm_config) -> NanScrubber | None:
         """Make the scrubber of a group's layers on the device, if it has any."""
@@ -217,10 +213,10 @@ class RetrievalLevelV2:
 
     def _chunks(self, batch: BatchV2) -> torch.Tensor:  # [num_rows, width], int32
         """Write the chunks of the rows' blocks in the retrieving group."""
-        blocks = batch.tables[self._sparse_group]
+        blocks = batch.tables[self._sparse_index]
         if self._split == 1:
             return blocks
-        chunks = self._chunk_tables[: len(blocks)].unflatten(1, (-1, self._split))
+        chunks = self.selections.chunk_tables[: len(blocks)].unflatten(1, (-1, self._split))
         return torch.add(self._parts, blocks[:, :, None], alpha=self._split, out=chunks).flatten(1)
 
     def forward(self, sampling: SamplingV2, may_select: bool = True) -> LevelLogits:
@@ -237,22 +233,21 @@ class RetrievalLevelV2:
         return LevelLogits(best, top, distributions)
 
     def _run_without_selection(self, sampling: SamplingV2) -> tuple[()]:
-        self._selection = None
+        selection, self._selection = self._selection, None
         try:
             return self._run_pass(sampling)
         finally:
-            self._selection = self._in_pass
+            self._selection = selection
 
     def _run_pass(self, sampling: SamplingV2) -> tuple[()]:
         rows = self._rows
-        group = self._groups[self._sparse_group]
         prepare_target_inputs(
             rows,
             self.model_pass.inputs,
             self.model_pass.padded_rows(rows.num_rows),
-            self._chunk_tables,
+            self.selections.chunk_tables,
             self._dense_seq_lens,
-            group.block_size // self._split,
+            self._sparse_group.block_size // self._split,
             self._max_position,
             self.pool,
         )
@@ -289,8 +284,7 @@ class RetrievalLevelV2:
             self.pool.clean()
 
     def _metadata(self, num_rows: int) -> dict:
-        inputs, heads = self.model_pass.inputs, self._num_kv_heads
-        group = self._groups[self._sparse_group]
+        inputs, heads = self.model_pass.inputs, self._attention.num_kv_heads
         tables = [table[: num_rows * heads] for table in self.selections.tables]
         if self.pool is not None:
             first = len(tables) - self.pool.num_layers
@@ -302,7 +296,7 @@ class RetrievalLevelV2:
             tables,
             self._selection,
         )
-        metadata = dict(zip(group.sparse_layer_names, sparse))
+        metadata = dict(zip(self._sparse_group.sparse_layer_names, sparse))
         for dense in self._dense:
             metadata |= dict.fromkeys(dense.names, dense.metadata(num_rows))
         if self._recurrent is not None:
@@ -312,7 +306,7 @@ class RetrievalLevelV2:
     def _slots(self, num_rows: int) -> dict[str, torch.Tensor]:
         inputs = self.model_pass.inputs
         mapping = inputs.slot_mapping[: num_rows * inputs.query_len]
-        slots = dict.fromkeys(self._groups[self._sparse_group].sparse_layer_names, mapping)
+        slots = dict.fromkeys(self._sparse_group.sparse_layer_names, mapping)
         for dense in self._dense:
             slots |= dict.fromkeys(dense.names, dense.slots(num_rows))
         if self.pool is not None:

@@ -103,7 +103,8 @@ class SelectionsV2:
     Args:
         attention: sparse attention of the platform.
         num_chunks: of vLLM's pool of blocks.
-        block_tables: [max_rows, width], int32, buffer of a proposal's tables of chunks.
+        chunk_tables: [max_rows, width], int32, buffer of chunks in the place of the retrieving
+            group's blocks; that group's buffer where a block is a chunk.
     """
 
     def __init__(
@@ -112,14 +113,15 @@ class SelectionsV2:
         attention: RetrievalAttention,
         num_chunks: int,
         rows: Rows,
-        block_tables: torch.Tensor,
+        chunk_tables: torch.Tensor,
     ) -> None:
         self._attention, self._rows = attention, rows
         self._block_size = config.block_size
         self._max_growth = config.max_growth
+        self.chunk_tables = chunk_tables
         self.width = config.table_width
         first, num_layers = attention.layers[0], len(attention.layers)
-        heads, device = first.num_kv_heads, block_tables.device
+        heads, device = first.num_kv_heads, chunk_tables.device
         self.policy = POLICIES[config.policy]()
         # Head-major, so that the summaries of one head are contiguous.
         shape = (num_layers, heads, num_chunks, first.head_size)
@@ -129,7 +131,7 @@ class SelectionsV2:
         tables_shape = (num_layers, rows.max_rows * heads, self.width)
         self.tables = torch.zeros(tables_shape, dtype=torch.int32, device=device)
         """[num_layers, max_rows * num_kv_heads, width], one-head blocks that each row reads."""
-        parts = rows, block_tables, self.tables, first.num_heads, config.gamma + 1
+        parts = rows, chunk_tables, self.tables, first.num_heads, config.gamma + 1
         self._chunk_ids = attention.chunk_ids()
         self.in_pass: PassSelectionV2 | PolicySelection
         """Selects inside level 2's passes."""
