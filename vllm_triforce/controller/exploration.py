@@ -115,17 +115,10 @@ class Trials:
         columns: np.ndarray,  # [num_reqs] int, of ``options``; a trial's column replaces it
         candidates: Sequence[Candidate],
         options: Options,
-        optimistic: Callable[[], Options],
+        optimistic: Callable[[], Options],  # with prior acceptance
         costs: StepCosts,
     ) -> bool:
-        """Start trials while the budget lasts, longest-waiting request first.
-
-        Args:
-            optimistic: builds the options with prior acceptance.
-
-        Returns:
-            True if a trial was started.
-        """
+        """Start trials while the budget lasts, longest-waiting request first; True if any."""
         self._num_decisions += 1
         for candidate in candidates:
             self.waiting_since.setdefault(candidate.request_id, self._num_decisions)
@@ -142,32 +135,14 @@ class Trials:
         cheapest_s = options.seconds[is_long if is_long.any() else is_trial].min(initial=np.inf)
         if cheapest_s + fixed_s > self._balance_s:
             return False
-        num_reqs = len(columns) + costs.num_plain
-        share_s = costs.plain_s / num_reqs
-        speeds = (1 + optimistic().tokens) / (share_s + options.seconds)
-        speeds = np.where(is_trial, speeds, -np.inf)
-        is_planned, place = columns >= 0, (np.arange(len(columns)), columns)
-        tokens = np.where(is_planned, options.tokens[place], 0)
-        seconds = np.where(is_planned, options.seconds[place], 0)
-        thresholds = (1 + costs.model.error) * (1 + tokens) / (share_s + seconds)
-        # A trial in a proposal's place costs the tokens that it would have gained, and saves its
-        # seconds.
-        step_share_s = (costs.plain_s + seconds.sum()) / num_reqs
-        lost_s = np.maximum(0, step_share_s * np.log1p(tokens) - seconds)
+        trials, lost_s = _informative_trials(columns, is_trial, options, optimistic().tokens, costs)
 
         def turn(row: int) -> tuple[bool, int]:  # requests that decode plainly come first
             return columns[row] >= 0, self.waiting_since[candidates[row].request_id]
 
-        num_trials = 0
-        for row in sorted(np.flatnonzero(is_trial.any(axis=1)), key=turn):
-            if speeds[row].max() <= thresholds[row]:
-                continue  # no trial would pay
-            is_route = options.is_possible[row] & (routes == routes[speeds[row].argmax()])
-            distances = np.abs(options.lengths[row] - _TRIAL_LENGTH)
-            trial = int(np.where(is_route, distances, np.inf).argmin())
-            trial_s = share_s + options.seconds[row, trial]
-            if 1 + options.tokens[row, trial] > thresholds[row] * trial_s:
-                continue  # it would pay, but others would lose: a trial finds out nothing
+        num_reqs, num_trials = len(columns) + costs.num_plain, 0
+        for row in sorted(np.flatnonzero(trials >= 0), key=turn):
+            trial = int(trials[row])
             alone = np.full(len(columns), -1)
             alone[row] = trial  # no other request shares its passes
             cost_s = float(options.seconds[row, trial] + unshared_seconds(options, alone, costs))
@@ -196,6 +171,36 @@ class Trials:
     def release(self, request_id: str) -> None:
         self.waiting_since.pop(request_id, None)
         self._pending.pop(request_id, None)
+
+
+def _informative_trials(
+    columns: np.ndarray,  # [num_reqs] int, of the plan
+    is_trial: np.ndarray,  # [num_reqs, num_options] bool
+    options: Options,
+    optimistic_tokens: np.ndarray,  # [num_reqs, num_options], with prior acceptance
+    costs: StepCosts,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return each request's trial that may show a gain, -1 for none, and the seconds it loses."""
+    rows, num_reqs = np.arange(len(columns)), len(columns) + costs.num_plain
+    share_s = costs.plain_s / num_reqs
+    tokens = np.where(columns >= 0, options.tokens[rows, columns], 0)
+    seconds = np.where(columns >= 0, options.seconds[rows, columns], 0)
+    thresholds = (1 + costs.model.error) * (1 + tokens) / (share_s + seconds)
+    speeds = (1 + optimistic_tokens) / (share_s + options.seconds)
+    speeds = np.where(is_trial, speeds, -np.inf)
+    routes = np.array(options.routes)
+    is_route = options.is_possible & (routes == routes[speeds.argmax(1)][:, None])
+    distances = np.abs(options.lengths - _TRIAL_LENGTH)
+    trials = np.where(is_route, distances, np.inf).argmin(1)
+    # None where no trial would pay. One that pays by what is known is not planned because others
+    # would lose, so it finds out nothing.
+    trial_s = share_s + options.seconds[rows, trials]
+    is_known = 1 + options.tokens[rows, trials] > thresholds * trial_s
+    trials[is_known | (speeds.max(1) <= thresholds)] = -1
+    # A trial in a proposal's place costs the tokens that it would have gained, and saves its
+    # seconds.
+    step_share_s = (costs.plain_s + seconds.sum()) / num_reqs
+    return trials, np.maximum(0, step_share_s * np.log1p(tokens) - seconds)
 
 
 class Exploration:
@@ -244,7 +249,7 @@ class Exploration:
         self.trials.earn(num_steps * best.seconds, plain_s)
         has_trials = self.trials.add(columns, candidates, options, optimistic, costs)
         if (columns < 0).all():
-            num_to_rest = self._begin_rest(candidates, costs.model.decision_s, plain_s)
+            num_to_rest = self._begin_rest(candidates, costs)
             measured.forget_a_little(num_to_rest)
             if measured.balance_s is not None:
                 earned_s = self._max_slowdown * num_to_rest * plain_s
@@ -306,21 +311,19 @@ class Exploration:
         self._last_plain_step = step
         return True
 
-    def _begin_rest(
-        self, candidates: Sequence[Candidate], decision_s: float, plain_s: float
-    ) -> int:
+    def _begin_rest(self, candidates: Sequence[Candidate], costs: StepCosts) -> int:
         """Begin a rest after a decision to speculate nowhere, and return its steps.
 
         In the long run decisions, each of which delays the batch by ``decision_s``, take at most
         the time of trials.
         """
-        num_paid = min(round(decision_s / (TRIAL_SHARE * plain_s)), LONGEST_REST)
+        num_paid = min(round(costs.model.decision_s / (TRIAL_SHARE * costs.plain_s)), LONGEST_REST)
         self.backoff.paid_from = self.backoff.step + num_paid
         num_steps = min(self._next_rest, max(SHORTEST_REST, num_paid))
         self._next_rest = 2 * num_steps
         for candidate in candidates:
             if candidate.has_seed:  # no rest may delay its speculation
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
-        self.trials.earn(num_steps * plain_s, plain_s)
+        self.trials.earn(num_steps * costs.plain_s, costs.plain_s)
         self.backoff.begin(num_steps)
         return num_steps
