@@ -184,15 +184,11 @@ class TriForceConfig(Keys):
                 f"level2_model={self.level2_model!r} is not used with levels={self.levels!r}. "
                 "Leave one of them out."
             )
-        if (
-            self.retrieval_recent_tokens is not None
-            and self.retrieval_budget is not None
-            and self.retrieval_recent_tokens >= self.retrieval_budget
-        ):
+        recent, budget = self.retrieval_recent_tokens, self.retrieval_budget
+        if recent is not None and budget is not None and recent >= budget:
             raise ValueError(
-                f"retrieval_recent_tokens={self.retrieval_recent_tokens} leaves nothing of "
-                f"retrieval_budget={self.retrieval_budget} to retrieve. Use a smaller value "
-                "or a larger budget."
+                f"retrieval_recent_tokens={recent} leaves nothing of retrieval_budget={budget} to "
+                "retrieve. Use a smaller value or a larger budget."
             )
 
     @classmethod
@@ -250,28 +246,9 @@ class TriForceConfig(Keys):
             self._check_plain(model)
             # vLLM has no speculative method without a token.
             return dataclasses.replace(config, num_speculative_tokens=1, gamma=1)
-        if self.levels == "2,3":
-            self._check_unused(
-                f"levels={self.levels!r}", "level 1 takes no part", model, LEVEL1_KEYS
-            )
-        sources = choose_sources(self.draft_sources, model, config.chooses_source, is_head)
-        if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
-            raise ValueError(
-                f"prompt_lookup_max={self.prompt_lookup_max} is not used: level 1 drafts from "
-                f"{' and '.join(sources)} here. Leave it out, or add 'prompt_lookup' to "
-                "draft_sources."
-            )
-        if is_head and self.num_sink_tokens is not None:
-            raise ValueError(
-                f"num_sink_tokens={self.num_sink_tokens} is not used: the head {model!r} "
-                "has a window of recent tokens alone. Leave it out."
-            )
-        length, gamma = FIXED_LENGTH, FIXED_GAMMA
-        if "length" in adaptive_keys:
-            length = _MAX_FIXED_SHAPE_LENGTH if has_fixed_shapes else _MAX_LENGTH
-            if self.kv_offload_gib is not None:
-                has_few = max_num_seqs is not None and max_num_seqs <= _FEW_REQUESTS
-                length = _MAX_LENGTH if has_few else _MAX_OFFLOAD_LENGTH
+        sources = self._sources(model, config.chooses_source, is_head)
+        length = self._length("length" in adaptive_keys, has_fixed_shapes, max_num_seqs)
+        gamma = FIXED_GAMMA
         if "gamma" in adaptive_keys and not has_states:
             if not (has_fixed_shapes and SOURCES[sources[0]].needs_model):
                 # Chosen while running, or drafts are free, and level 2's reads do not grow with it.
@@ -284,8 +261,36 @@ class TriForceConfig(Keys):
             num_speculative_tokens=self.num_speculative_tokens or length,
             gamma=self.gamma or gamma,
             draft_sources=",".join(sources),
-            num_sink_tokens=None if is_head else self.num_sink_tokens or _NUM_SINKS,
+            num_sink_tokens=self.num_sink_tokens if is_head else self.num_sink_tokens or _NUM_SINKS,
         )
+
+    def _sources(self, model: str | None, can_choose: bool, is_head: bool) -> tuple[str, ...]:
+        """Choose level 1's sources of drafts, and check its keys, which not all sources use."""
+        if self.levels == "2,3":
+            levels = f"levels={self.levels!r}"
+            self._check_unused(levels, "level 1 takes no part", model, LEVEL1_KEYS)
+        sources = choose_sources(self.draft_sources, model, can_choose, is_head)
+        if self.prompt_lookup_max is not None and "prompt_lookup" not in sources:
+            raise ValueError(
+                f"prompt_lookup_max={self.prompt_lookup_max} is not used: level 1 drafts from "
+                f"{' and '.join(sources)} here. Leave it out, or add 'prompt_lookup' to "
+                "draft_sources."
+            )
+        if is_head and self.num_sink_tokens is not None:
+            raise ValueError(
+                f"num_sink_tokens={self.num_sink_tokens} is not used: the head {model!r} "
+                "has a window of recent tokens alone. Leave it out."
+            )
+        return sources
+
+    def _length(self, adapts: bool, has_fixed_shapes: bool, max_num_seqs: int | None) -> int:
+        """Return the length of proposals, the longest one where the controller chooses it."""
+        if not adapts:
+            return FIXED_LENGTH
+        if self.kv_offload_gib is None:
+            return _MAX_FIXED_SHAPE_LENGTH if has_fixed_shapes else _MAX_LENGTH
+        has_few = max_num_seqs is not None and max_num_seqs <= _FEW_REQUESTS
+        return _MAX_LENGTH if has_few else _MAX_OFFLOAD_LENGTH
 
     def _slowdown(self, adaptive_keys: tuple[str, ...]) -> float:
         """Return ``max_slowdown``, 1 where the controller does not choose who speculates."""
