@@ -69,7 +69,7 @@ def test_servers_start_in_both_orders_and_turns_alternate(monkeypatch, tmp_path)
     parts = (settings, groups([STOCK, OURS, CONTROL_VARIANT], 2), kept, source)
     with Progress(Console(file=io.StringIO())) as progress:
         loop = serve.Measurement(*parts, None, None, progress)
-        loop.run(serve.sets(settings, 2), 0)
+        loop.run(serve.sets(settings, 2))
     halves = "stock triforce stock control", "control stock triforce stock"
     assert started == " ".join(halves).split()
     measured = [each for each in loads if each[1] >= 0]  # not those that warm up

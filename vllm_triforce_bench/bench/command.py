@@ -47,18 +47,14 @@ def run(args: argparse.Namespace) -> int:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             os.environ.setdefault("KMP_WARNINGS", "0")
             warnings.simplefilter("ignore", FutureWarning)
-        return _compare(settings, variants, left_out, Path(args.output), args.argv)
+        return _compare(settings, variants, left_out, args)
     except BadInput as error:
         args.fail(str(error))
         raise
 
 
 def _compare(
-    settings: Settings,
-    variants: list[methods.Variant],
-    left_out: dict[str, str],
-    folder: Path,
-    argv: list[str],
+    settings: Settings, variants: list[methods.Variant], left_out: dict[str, str], args
 ) -> int:
     from vllm.tokenizers import get_tokenizer
 
@@ -66,12 +62,11 @@ def _compare(
     from vllm_triforce_bench.bench.measurement import Store
     from vllm_triforce_bench.console import Progress, stdout_console
 
-    console = stdout_console()
+    console, folder = stdout_console(), Path(args.output)
     target, draft = model_facts.read_all(settings)
     settings.check_context(target.max_model_len)
-    dtypes = model_facts.served_dtypes(target, settings.dtypes)
-    settings = replace(settings, dtypes=dtypes)
-    methods.check_copies(variants, dtypes)
+    settings = replace(settings, dtypes=model_facts.served_dtypes(target, settings.dtypes))
+    methods.check_copies(variants, settings.dtypes)
     with console.status("reading the prompts"):
         tokenizer = get_tokenizer(
             target.tokenizer,
@@ -95,49 +90,35 @@ def _compare(
     del arguments["longest_prompt"]  # which follows from the others
     store = Store(folder, arguments)
 
-    name = "serve" if settings.serve else "batch"
-    benchmark, view = (
-        importlib.import_module(f"vllm_triforce_bench.bench.{module}")
-        for module in (name, f"{name}_report")
-    )
+    module = f"vllm_triforce_bench.bench.{'serve' if settings.serve else 'batch'}"
+    benchmark, view = map(importlib.import_module, (module, f"{module}_report"))
     at_once = 2  # servers: stock vLLM and another
     if not settings.serve:
         at_once = store.settle(
             "engines_at_once", lambda: benchmark.fit_at_once(settings, target, draft)
         )
     groups = grid.groups(variants, at_once)
-    sets = benchmark.sets(settings, len(groups))
-    done = set(map(grid.set_of, grid.whole_sets(store.records)))
-    todo = [paired for paired in sets if paired not in done]
-    num_done = len(sets) - len(todo)
-    if num_done:
-        console.print(f"{num_done} of {len(sets)} sets are in {folder} already")
-
     progress = Progress(console)
     measurement = benchmark.Measurement(settings, groups, store, source, target, draft, progress)
-    code = _measure(console, folder, measurement, todo, num_done)
+    code = _measure(measurement, benchmark.sets(settings, len(groups)))
     if not (rows := view.summarize(store.records)):
         return code
-    results = {"environment": report.environment(argv), "settings": asdict(settings)}
+    results = {"environment": report.environment(args.argv), "settings": asdict(settings)}
     results |= {"left_out": left_out, "rows": rows}
-    shown = view.make_page(results)
-    report.write_reports(folder, results, shown)
-    console.print(report.terminal_table(rows, view.line, view.TERMINAL_COLUMNS))
-    console.print(f"the page: {folder / 'report.html'}", highlight=False)
-    for text in shown.alarms:
-        console.print(f"[bold red]{text}")
-    return code or (DIFFERENT if shown.alarms else 0)
+    has_alarms = _report(console, folder, view, results)
+    return code or (DIFFERENT if has_alarms else 0)
 
 
-def _measure(console, folder: Path, measurement, todo: list, num_done: int) -> int:
+def _measure(measurement, sets: list) -> int:
     """Measure the sets that are missing, with a progress bar; returns the exit code."""
     from vllm_triforce_bench.bench.server import ServerFailed
 
+    console, folder = measurement.progress.console, measurement.store.folder
     # Ended like interrupted: servers stop, and the report is written.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with measurement.progress:
-            measurement.run(todo, num_done)
+            measurement.run(sets)
     except KeyboardInterrupt:
         console.print(f"stopped; the same command goes on from what is in {folder}")
         return INTERRUPTED
@@ -148,3 +129,16 @@ def _measure(console, folder: Path, measurement, todo: list, num_done: int) -> i
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0
+
+
+def _report(console, folder: Path, view, results: dict) -> bool:
+    """Write the reports and show their table; True if there are alarms."""
+    from vllm_triforce_bench.bench import report
+
+    shown = view.make_page(results)
+    report.write_reports(folder, results, shown)
+    console.print(report.terminal_table(results["rows"], view.line, view.TERMINAL_COLUMNS))
+    console.print(f"the page: {folder / 'report.html'}", highlight=False)
+    for text in shown.alarms:
+        console.print(f"[bold red]{text}")
+    return bool(shown.alarms)

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.config import ModelConfig
 
-from vllm_triforce_bench.bench.grid import PairedSet, batch_text
+from vllm_triforce_bench.bench.grid import PairedSet, batch_text, set_of, whole_sets
 from vllm_triforce_bench.bench.methods import Variant
 from vllm_triforce_bench.bench.prompts import Prompts
 from vllm_triforce_bench.bench.settings import Settings
@@ -99,11 +99,16 @@ class BaseMeasurement(ABC):
     draft: ModelConfig | None
     progress: Progress
 
-    def run(self, sets: Sequence[PairedSet], num_done: int) -> None:
+    def run(self, sets: Sequence[PairedSet]) -> None:
         """Measure sets that are not in the store yet, in their order."""
-        self._num_done, self._num_sets = num_done, num_done + len(sets)
-        self.progress.begin(sum(map(self._work, sets)))
-        self._run(sets)
+        done = set(map(set_of, whole_sets(self.store.records)))
+        todo = [paired for paired in sets if paired not in done]
+        self._num_done, self._num_sets = len(sets) - len(todo), len(sets)
+        if self._num_done:
+            text = f"{self._num_done} of {self._num_sets} sets are in {self.store.folder} already"
+            self.progress.console.print(text)
+        self.progress.begin(sum(map(self._work, todo)))
+        self._run(todo)
 
     @abstractmethod
     def _run(self, sets: Sequence[PairedSet]) -> None:
