@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_triforce_bench.options import BadInput, CommaList, NotNegative, Share, checked
-from vllm_triforce_bench.predict.machine import MACHINES, named_machine
+from vllm_triforce_bench.predict.machine import MACHINES, Machine, named_machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
         raise BadInput(f"{args.more[0]} comes before MODEL; give the model, then such options")
     from vllm_triforce_bench.doctor.installation import installation
 
-    model, options = args.model, args.more
+    model = args.model
     results: dict[str, Any] = {"installation": installation()}
     results["runs"] = results["installation"]["refusal"] is None
     if model is None or not results["runs"]:
@@ -108,17 +108,22 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
         raise BadInput(
             f"MODEL {model!r}: there is no such folder; give a model's folder or its hub name"
         )
+    return results | _examine_engine(model, args.more, machine, args.acceptances)
+
+
+def _examine_engine(
+    model: str, options: list[str], machine: Machine | None, acceptances: list[float]
+) -> dict[str, Any]:
+    """Check the engine, its layers and their memory, and predict its gains."""
     from vllm_triforce.config import read_config
     from vllm_triforce.core.kv_groups import NO_SPARSE_LAYER
     from vllm_triforce_bench.doctor.engine import engine
     from vllm_triforce_bench.doctor.layers import NotBuilt, layers_of, level2_model_bytes, memory
     from vllm_triforce_bench.doctor.prediction import HEAD, command, predict
 
-    results["engine"], vllm_config = engine(model, options)
-    results["runs"] = vllm_config is not None
-    if vllm_config is None:
-        return results
-    if results["engine"]["no_level2"] is not None:
+    facts, vllm_config = engine(model, options)
+    results: dict[str, Any] = {"engine": facts, "runs": vllm_config is not None}
+    if vllm_config is None or facts["no_level2"] is not None:
         return results
     try:
         layers = layers_of(vllm_config)
@@ -127,13 +132,13 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
     except NotBuilt as error:
         return {**results, "layers": {"error": str(error)}, "runs": None}
     results["layers"] = layers.to_dict()
-    results["runs"] = bool(layers.retrieving) or results["engine"]["is_plain"]
+    results["runs"] = bool(layers.retrieving) or facts["is_plain"]
     if not results["runs"]:
         results["layers"]["refusal"] = NO_SPARSE_LAYER
         return results
     results["memory"] = memory(vllm_config, layers, copy_bytes)
     say = partial(print, file=sys.stderr)
-    prediction = predict(vllm_config, layers, copy_bytes, machine, args.acceptances, say)
+    prediction = predict(vllm_config, layers, copy_bytes, machine, acceptances, say)
     results["prediction"] = prediction
     prediction["is_asked_for"] = machine is not None
     if choice := prediction.get("choice"):
