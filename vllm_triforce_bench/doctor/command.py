@@ -3,8 +3,6 @@
 import argparse
 import json
 import os
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +135,7 @@ def _examine_engine(
         results["layers"]["refusal"] = NO_SPARSE_LAYER
         return results
     results["memory"] = memory(vllm_config, layers, copy_bytes)
-    say = partial(print, file=sys.stderr)
-    prediction = predict(vllm_config, layers, copy_bytes, machine, acceptances, say)
+    prediction = predict(vllm_config, layers, copy_bytes, machine, acceptances)
     results["prediction"] = prediction
     prediction["is_asked_for"] = machine is not None
     if choice := prediction.get("choice"):

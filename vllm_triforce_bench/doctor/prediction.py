@@ -4,7 +4,8 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,15 +39,12 @@ def predict(
     copy_bytes: int,
     machine: Machine | None,
     level2_acceptances: list[float],
-    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Predict speed-ups over plain decoding, by batch, acceptance and context.
 
     Args:
         copy_bytes: of level 2's copy of the target; 0 without one.
         machine: None for this one.
-        level2_acceptances: acceptances of level 2's tokens by the full pass.
-        say: shows a line before slow work.
 
     Returns:
         The cells; or ``not_predicted``, the reason.
@@ -54,56 +52,37 @@ def predict(
     config, draft_model = read_config(vllm_config)
     acceptances = list(map(Acceptance, level2_acceptances))
     try:
-        if config.is_plain or config.kv_offload_gib is not None:
-            raise ValueError("KV in host memory is not counted; docs/offload.md has what to expect")
-        if has_recurrent_layers(vllm_config.model_config):
-            raise ValueError("recurrent layers, and level 2's states of them, are not counted")
-        if layers.dense:
-            raise ValueError(f"{len(layers.dense)} layers stay dense, which is not counted yet")
-        if layers.ranks > 1:
-            raise ValueError(f"tensor parallelism ({layers.ranks} ranks) is not counted yet")
+        _check_counted(vllm_config, config, layers)
         target = Geometry.read(vllm_config.model_config, kv_bytes_each(vllm_config))
         draft = None
         if draft_model:
             draft = Geometry.read_draft(vllm_config.speculative_config.draft_model_config)
-        machine = machine or _this_machine(say)
+        machine = machine or _this_machine()
     except ValueError as error:
         return {"not_predicted": str(error)}
+    copy_bytes_each = target.bytes_each * copy_bytes / layers.weight_bytes or None
     predictor = Predictor(
-        machine,
-        target,
-        draft,
-        window=config.window_tokens,
-        chunk=config.block_size,
-        copy_bytes_each=target.bytes_each * copy_bytes / layers.weight_bytes or None,
+        machine, target, draft, config.window_tokens, config.block_size, copy_bytes_each
     )
     longest = vllm_config.model_config.max_model_len
-    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     # Powers of two, then the longest context, as far as they fit the machine's memory.
-    powers = (_MIN_CONTEXT << n for n in range(longest.bit_length()))
-    lengths = [*(length for length in powers if length < longest), longest]
+    lengths = sorted({min(_MIN_CONTEXT << n, longest) for n in range(longest.bit_length())})
     contexts = {
         batch: [length for length in lengths if predictor.fits(length, batch)]
         for batch in _BATCHES
-        if batch <= max_num_seqs
+        if batch <= vllm_config.scheduler_config.max_num_seqs
     }
+    first = acceptances[0]
     results = {
         "machine": machine.name,
-        "assumed": {
-            "draft_acceptance": acceptances[0].draft,
-            "lookup_acceptance": acceptances[0].lookup,
-        },
+        "assumed": {"draft_acceptance": first.draft, "lookup_acceptance": first.lookup},
         "cells": [
             _cell(predictor, config, contexts[batch], batch, acceptance)
             for batch in contexts
             for acceptance in acceptances
         ],
         "break_even": [
-            {
-                "batch": batch,
-                "context": context,
-                "routes": _break_even(predictor, config, context, batch, acceptances[0]),
-            }
+            _break_even(predictor, config, context, batch, first)
             for batch in contexts
             for context in contexts[batch]
         ],
@@ -115,14 +94,27 @@ def predict(
     return results
 
 
-def _this_machine(say: Callable[[str], None]) -> Machine:
+def _check_counted(vllm_config, config: ResolvedConfig, layers: Layers) -> None:
+    """Raise ValueError if the model of time does not count what the engine does."""
+    if config.is_plain or config.kv_offload_gib is not None:
+        raise ValueError("KV in host memory is not counted; docs/offload.md has what to expect")
+    if has_recurrent_layers(vllm_config.model_config):
+        raise ValueError("recurrent layers, and level 2's states of them, are not counted")
+    if layers.dense:
+        raise ValueError(f"{len(layers.dense)} layers stay dense, which is not counted yet")
+    if layers.ranks > 1:
+        raise ValueError(f"tensor parallelism ({layers.ranks} ranks) is not counted yet")
+
+
+def _this_machine() -> Machine:
     """Raise ValueError if the constants of this GPU are not known."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         from vllm_triforce_bench.predict.cpu import measure_cpu
 
-        say("measuring this CPU for the prediction, some seconds; --machine FILE saves them")
+        text = "measuring this CPU for the prediction, some seconds; --machine FILE saves them"
+        print(text, file=sys.stderr)
         return measure_cpu()
     device = current_platform.get_device_name()
     if (machine := machine_of(device)) is None:
@@ -162,7 +154,7 @@ def _cell(
 
 def _break_even(
     predictor: Predictor, config: ResolvedConfig, context: int, batch: int, acceptance: Acceptance
-) -> dict[str, dict[str, Any] | None]:
+) -> dict[str, Any]:
     """Return the point from which each route pays, if any; direct routes are named by source."""
     among: dict[str, list[Setting]] = {}
     for setting in _among(config, context)[1:]:
@@ -173,7 +165,7 @@ def _break_even(
         routes[route] = None
         if (point := predictor.break_even(group, context, batch, acceptance)) is not None:
             routes[route] = point | {"setting": str(point["setting"])}
-    return routes
+    return {"batch": batch, "context": context, "routes": routes}
 
 
 # The choice of keys.
@@ -204,16 +196,7 @@ def _choose(
         among = steps.settings(changed["budget"], changed["sources"], config.levels)
         return changed["predictor"].best(among, context, 1, changed["acceptance"]).speedup
 
-    # Keys, their values, and what these change; a key at a time is taken.
-    candidates: list[tuple[str, Any, dict[str, Any]]] = []
-    if config.uses_level2:
-        candidates += [
-            ("retrieval_budget", n, {"budget": n})
-            for n in _BUDGETS
-            if config.retrieval_recent_tokens < n < context
-        ]
-        if config.level2_model is None:
-            candidates += _copies(predictor, acceptance, vllm_config, layers)
+    candidates = _candidates(predictor, acceptance, vllm_config, layers, context)
     keys: list[dict[str, Any]] = []
     first = speedup({})
 
@@ -232,13 +215,8 @@ def _choose(
         candidates = [candidate for candidate in candidates if candidate[0] != best[0]]
     has_no_draft = draft is None and "1" in config.levels
     if has_no_draft and supports_eagle3(get_model_cls(vllm_config.model_config)):
-        # An EAGLE-3 head of the target's sizes.
-        target = predictor.model
-        inner = target.inner * max(1, target.active_experts) + target.shared_inner
-        layer = replace(target, layers=1, inner=inner, experts=0, shared_inner=0)
-        head = layer.as_head(int(target.vocab * _HEAD_VOCAB_SHARE), target.hidden)
         with_head = {
-            "predictor": replace(present["predictor"], draft=head),
+            "predictor": replace(present["predictor"], draft=_head(predictor.model)),
             "acceptance": replace(present["acceptance"], draft=HEAD_ACCEPTANCE),
             "sources": (steps.DRAFT, *present["sources"]),
         }
@@ -250,6 +228,27 @@ def _choose(
         "speedup": first,
         "keys": keys,
     }
+
+
+def _candidates(
+    predictor: Predictor, acceptance: Acceptance, vllm_config, layers: Layers, context: int
+) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Return level 2's keys, their values, and what these change."""
+    config, _ = read_config(vllm_config)
+    if not config.uses_level2:
+        return []
+    budgets = [n for n in _BUDGETS if config.retrieval_recent_tokens < n < context]
+    candidates = [("retrieval_budget", n, {"budget": n}) for n in budgets]
+    if config.level2_model is None:
+        candidates += _copies(predictor, acceptance, vllm_config, layers)
+    return candidates
+
+
+def _head(target: Geometry) -> Geometry:
+    """Return an EAGLE-3 head of the target's sizes."""
+    inner = target.inner * max(1, target.active_experts) + target.shared_inner
+    layer = replace(target, layers=1, inner=inner, experts=0, shared_inner=0)
+    return layer.as_head(int(target.vocab * _HEAD_VOCAB_SHARE), target.hidden)
 
 
 def _copies(
