@@ -296,12 +296,12 @@ def test_proposals_are_warmed_up_before_vllm_watches_for_compilers(has_jit_warmu
 def test_graphs_are_at_most_a_third_more_than_stock_vllms():
     """Count those of an 8B model without a draft; each of stock's for single tokens is there."""
     config = TriForceConfig().with_defaults(can_adapt=True, has_fixed_shapes=True).resolve(16)
-    for seqs in (256, 1024):
+    for seqs, max_query_len in ((256, None), (1024, config.num_speculative_tokens + 1)):
         counts = memory_table.graphs(seqs, config, has_draft=False)
         assert sum(counts.values()) <= 1.34 * memory_table.num_stock_graphs(seqs)
         stock, ours = manager_of(seqs, 0), manager_of(seqs, config.num_speculative_tokens)
         assert dispatched(ours, 1, 1, 1).cg_mode == CUDAGraphMode.PIECEWISE, "the mended fault"
-        add_plain_decode_graphs(ours)
+        add_plain_decode_graphs(ours, max_query_len)
         for desc in full_graphs(stock):
             assert dispatched(ours, *(1,) * desc.num_reqs).num_tokens == desc.num_tokens
 

@@ -60,24 +60,23 @@ def _coarse_size(num_tokens: int) -> int:
     return round_up(num_tokens, _SIZE_STEP)
 
 
-def add_plain_decode_graphs(manager: CudaGraphManager) -> None:
+def add_plain_decode_graphs(manager: CudaGraphManager, max_query_len: int | None = None) -> None:
     """Add graphs of one token a request to those that the manager captures and dispatches.
 
     vLLM does the same where the number of draft tokens depends on the batch size
-    (``CudaGraphManager._init_candidates``).
+    (``CudaGraphManager._init_candidates``). Their metadata is that of ``max_query_len`` tokens.
     """
     captured = manager._capture_descs.get(CUDAGraphMode.FULL, [])
-    sizes = sorted(manager.compilation_config.cudagraph_capture_sizes or ())
+    sizes = manager.compilation_config.cudagraph_capture_sizes or ()
     added, min_tokens = [], 0
-    for size in sizes:
-        if size > manager.max_num_reqs:
-            break
+    for size in sorted(size for size in sizes if size <= manager.max_num_reqs):
         for active_loras in manager.lora_capture_cases:
             desc = BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.FULL,
                 num_tokens=size,
                 num_reqs=size,
                 uniform_token_count=1,
+                max_query_len=max_query_len,
                 num_active_loras=active_loras,
             )
             added.append(desc)
@@ -110,4 +109,6 @@ def choose_decode_graphs(runner) -> None:
     if unsupported is None:
         serve_any_mix(manager)
     thin_decode_graphs(manager)
-    add_plain_decode_graphs(manager)
+    # State space captures no other length (``BaseMambaAttentionMetadataBuilder``).
+    is_bound = unsupported is not None and runner.vllm_config.model_config.is_hybrid
+    add_plain_decode_graphs(manager, manager.decode_query_len if is_bound else None)
