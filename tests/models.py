@@ -351,6 +351,22 @@ _GATED_DELTA_NETS = dict(
     linear_key_head_dim=32,
     linear_value_head_dim=32,
 )
+_STATE_SPACE = dict(  # of Granite
+    layer_types=["linear_attention", "full_attention"] * 2,
+    num_local_experts=0,
+    shared_intermediate_size=256,
+    attention_multiplier=0.2,
+    mamba_n_heads=4,
+    mamba_d_state=32,
+    mamba_chunk_size=64,
+)
+_NEMOTRON = dict(
+    layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+    ssm_state_size=32,
+    mamba_num_heads=4,
+    n_groups=2,
+    chunk_size=64,
+)
 _SHARED_KV = dict(num_hidden_layers=6, layer_types=_WINDOWS["layer_types"][:2] * 3)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "apertus": ("apertus", {}),
@@ -376,6 +392,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "gpt-oss": ("gpt_oss", {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("granite", {}),
+    "granite-hybrid": ("granitemoehybrid", _STATE_SPACE),
     "granite-windows": ("granite_swa", _WINDOWS),
     "hunyuan": ("hunyuan_v1_dense", {}),
     "laguna": ("laguna", _WINDOWS | _LAGUNA),
@@ -384,6 +401,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "ministral3": ("ministral3", {}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "nemotron-h": ("nemotron_h", _NEMOTRON),
     "olmo3": ("olmo3", _WINDOWS),
     "phi3": ("phi3", {}),
     "qwen2": ("qwen2", {}),
@@ -412,6 +430,8 @@ def make_architecture(folder: Path, name: str, *, query_scale: float = 4.0, **ch
             parameter.data.mul_(query_scale)
         if parameter_name.endswith("sinks"):
             parameter.data.normal_(std=3)
+        if parameter_name.endswith("mamba.dt_bias"):
+            parameter.data.fill_(-3)  # or its state would forget a token after two
         if config.tie_word_embeddings and parameter.dim() == 2 and "embed" in parameter_name:
             # Or the model would repeat its last token for ever.
             parameter.data.mul_(0.05)

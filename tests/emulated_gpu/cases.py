@@ -11,6 +11,8 @@ from vllm_triforce.selection import POLICIES
 BACKENDS = {"FLASH_ATTN": "bfloat16", "TRITON_ATTN": "float32"}
 # Of a target with multi-head latent attention, for which level 2 takes no part.
 MLA = "TRITON_MLA"
+# Targets with state space beside full attention, for which level 2 takes no part either.
+STATE_SPACE = ("granite-hybrid", "nemotron-h")
 # Any two of a source, a policy and a plan come together; on TRITON_ATTN, with which a case takes
 # minutes, each of them comes once.
 WAYS = {
@@ -36,9 +38,8 @@ class Case:
         graphs: whether decode passes are (stand-ins for) CUDA graphs.
         offload: whether the KV cache lies in host memory, of stock vLLM's on the device.
         is_single: True if one request at a time is speculated on (``max_speculating_seqs=1``).
-        windows: whether every other layer of the target has a sliding window, and all have sinks.
+        target: its kind (``requests.py``).
         copies: whether level 2 is a copy of the target, in bfloat16 of float32.
-        recurrent: whether every other layer of the target is a gated delta net.
         cached: whether each prompt is in the prefix cache, with recurrent states at ends of blocks.
     """
 
@@ -49,9 +50,8 @@ class Case:
     graphs: bool = False
     offload: bool = False
     is_single: bool = False
-    windows: bool = False
+    target: str = "llama"
     copies: bool = False
-    recurrent: bool = False
     cached: bool = False
 
     @property
@@ -59,8 +59,8 @@ class Case:
         stock = "" if self.plan else "stock"
         parts = [self.backend, self.source or stock, self.selection, self.plan]
         parts += ["offload" * self.offload, "single" * self.is_single]
-        parts += ["windows" * self.windows, "copies" * self.copies]
-        parts += ["recurrent" * self.recurrent, "cached" * self.cached, "graphs" * self.graphs]
+        parts += ["" if self.target == "llama" else self.target, "copies" * self.copies]
+        parts += ["cached" * self.cached, "graphs" * self.graphs]
         return "-".join(part for part in parts if part)
 
     @property
@@ -68,18 +68,9 @@ class Case:
         return BACKENDS.get(self.backend, "bfloat16")
 
     @property
-    def target(self) -> str:
-        """Kind of the target (``requests.py``)."""
-        if self.backend == MLA:
-            return "deepseek-v2"
-        if self.recurrent:
-            return "qwen3.5"
-        return "granite-windows" if self.windows else "llama"
-
-    @property
     def reference(self) -> "Case":
         """Whose greedy tokens are to be found."""
-        return Case(self.backend, windows=self.windows, recurrent=self.recurrent)
+        return Case(self.backend, target=self.target)
 
     @property
     def eager(self) -> "Case":
@@ -95,7 +86,7 @@ class Case:
     @property
     def reads_all(self) -> bool:
         """True if level 2 reads the whole context, so that its tokens are the full pass's."""
-        return self.recurrent and self.source == "prompt_lookup"
+        return self.target == "qwen3.5" and self.source == "prompt_lookup"
 
     @property
     def has_draft(self) -> bool:
@@ -106,10 +97,6 @@ class Case:
     def counts_launches(self) -> bool:
         """True if kernel launches are counted and bounded (``verdict.py``)."""
         return self.name == "FLASH_ATTN-draft_model-retrieval-fixed-graphs"
-
-    @property
-    def limit_s(self) -> int:
-        return 400 if self.backend == "FLASH_ATTN" and not self.recurrent else 900
 
 
 def every_case() -> list[Case]:
@@ -125,20 +112,20 @@ def every_case() -> list[Case]:
     offloaded = Case("FLASH_ATTN", "draft_model", "retrieval", "fixed", offload=True)
     cases = [
         *(Case(backend) for backend in BACKENDS),
-        Case("FLASH_ATTN", windows=True),
-        Case("FLASH_ATTN", recurrent=True),
-        Case(MLA),
+        *(Case("FLASH_ATTN", target=its) for its in ("granite-windows", "qwen3.5", *STATE_SPACE)),
+        Case(MLA, target="deepseek-v2"),
         *(Case(*way) for way in ways),
-        Case(MLA, "prompt_lookup", plan="fixed"),
+        Case(MLA, "prompt_lookup", plan="fixed", target="deepseek-v2"),
+        *(Case("FLASH_ATTN", "prompt_lookup", plan="fixed", target=its) for its in STATE_SPACE),
         Case("TRITON_ATTN", "draft_model", "retrieval", "fixed", copies=True),
         # What is staged or fills the pool, and what dense layers read, is so whoever drafts.
         Case("FLASH_ATTN", plan="plain", offload=True),
         offloaded,
         replace(offloaded, is_single=True),
-        Case("FLASH_ATTN", "prompt_lookup", "quest", "fixed", windows=True),
-        Case("FLASH_ATTN", "prompt_lookup", "retrieval", "fixed", recurrent=True),
-        Case("FLASH_ATTN", "prompt_lookup", "retrieval", "fixed", recurrent=True, cached=True),
-        Case("FLASH_ATTN", "head", "retrieval", "dice", recurrent=True, cached=True),
+        Case("FLASH_ATTN", "prompt_lookup", "quest", "fixed", target="granite-windows"),
+        Case("FLASH_ATTN", "prompt_lookup", "retrieval", "fixed", target="qwen3.5"),
+        Case("FLASH_ATTN", "prompt_lookup", "retrieval", "fixed", target="qwen3.5", cached=True),
+        Case("FLASH_ATTN", "head", "retrieval", "dice", target="qwen3.5", cached=True),
     ]
     return [replace(case, graphs=graphs) for case in cases for graphs in (False, True)]
 

@@ -61,6 +61,7 @@ REQUESTS = (
         | {"_bad_words_token_ids": [[11], [12, 13]]},
         share=0.4,
     ),
+    Request("greedy, of two tokens", 131, GREEDY | {"allowed_token_ids": [7, 40]}),
 )
 
 

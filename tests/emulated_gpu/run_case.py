@@ -82,7 +82,7 @@ def make_engine(case: Case, target: str, draft: str, head: str):
         enforce_eager=not case.graphs,
         **({"compilation_config": GRAPHS} if case.graphs else {}),
         # FlashInfer's kernels for prompts are not part of the emulation.
-        **({"gdn_prefill_backend": "triton"} if case.recurrent else {}),
+        **({"gdn_prefill_backend": "triton"} if case.target == "qwen3.5" else {}),
         enable_prefix_caching=case.cached,
         # Without a profile of the memory, which others beside it would disturb.
         **({} if IS_EMULATED else {"kv_cache_memory_bytes": 256 << 20}),

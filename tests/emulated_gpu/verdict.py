@@ -108,7 +108,7 @@ def _wanted_rounds(case: Case) -> set[str]:
     target has windows, that some kind has no drafts."""
     if not case.selection:  # prompt lookup by itself has no rounds that are captured
         return set()
-    kinds = ("greedy",) if case.is_single else () if case.windows else KINDS
+    kinds = ("greedy",) if case.is_single else () if case.target == "granite-windows" else KINDS
     wanted = {"level 2 round"} | {f"level 2 logits, {kind}" for kind in kinds}
     if case.plan == "fixed":
         wanted.add("level 2 round without selection")
@@ -125,10 +125,9 @@ def _counter_faults(case: Case, counters: dict[str, int]) -> Iterator[str]:
         if counters["num_proposals"]:
             yield "something was proposed"
         return
-    wanted = {"num_level2_drafted", "num_direct_proposals"}
-    if case.selection:  # by itself, prompt lookup may be wrong each time
-        wanted = {"num_level2_passes", "num_level2_drafted", "num_level2_accepted"}
-        wanted |= set() if case.reads_all else {"num_level3_rejections"}
+    by_route = "num_level2_passes" if case.selection else "num_direct_proposals"
+    wanted = {"num_level2_accepted", by_route}
+    wanted |= set() if case.reads_all else {"num_level3_rejections"}
     if case.plan == "dice" and case.has_draft:
         wanted.add("num_direct_proposals")
     if case.reads_all and counters["num_level3_rejections"] > MAX_REJECTIONS:

@@ -28,7 +28,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokeniz
 SAMPLED = SamplingParams(temperature=1.0, top_k=4, max_tokens=40, ignore_eos=True, detokenize=False)
 # One of each kind of attention; the rest with level 2 on the CPU differ in what surrounds it.
 SHORT = ["mixtral", "gemma3", "gemma4", "gemma4-shared", "gpt-oss", "mimo-v2", "step3p5"]
-LONG = sorted((ARCHITECTURES | FAMILIES).keys() - {*SHORT, "bloom", "deepseek-v2", "qwen3.5"})
+GPUS_ALONE = {"deepseek-v2", "granite-hybrid", "nemotron-h", "qwen3.5"}
+LONG = sorted((ARCHITECTURES | FAMILIES).keys() - {*SHORT, "bloom", *GPUS_ALONE})
 ENGINE = dict(max_model_len=2048, kv_cache_memory_bytes=64 << 20)
 
 

@@ -77,6 +77,11 @@ def gelu_tanh_and_mul(result, input):
     result.copy_(F.gelu(gate, approximate="tanh") * up)
 
 
+@stands_in_for("_C", "relu_squared")
+def relu_squared(result, input):
+    result.copy_(F.relu(input).square())
+
+
 @stands_in_for("_C", "rotary_embedding")
 def rotary_embedding(
     positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False
