@@ -74,16 +74,28 @@ def test_rests_pay_for_their_decisions(decision_s, first):
 
 def test_after_a_proposal_rests_begin_with_a_step():
     """One match that pays among steps without any: the next may be near."""
+    steps, _ = with_matches(25, lambda step: step < 9)
+    assert steps[-6:] == [(8, False), (9, True), (10, True), (12, True), (16, True), (24, True)]
+
+
+def test_the_baseline_is_timed_where_every_second_step_has_a_match():
+    """Rests of one step have no plain step that is timed, so that probes are due."""
+    assert with_matches(1000, lambda step: not step % 2)[1] > 0
+
+
+def with_matches(num_steps: int, has_match) -> tuple[list[tuple[int, bool]], int]:
+    """Return the decisions, True for plain ones, where matches pay; and the settled steps."""
     found = controller(LONG_PAYS, has_draft=False, levels="1,3")
     found.clock = itertools.count(0.0, 0.005).__next__
-    steps = []
-    for step in range(25):
+    steps, num_settled = [], 0
+    for step in range(num_steps):
         found.backoff.begin_step()
+        num_settled += found.backoff.is_settled
         if not found.backoff.is_resting:
-            classes = matched(8 if step < 9 else 0)
+            classes = matched(8 if has_match(step) else 0)
             choice = found.choose([Candidate("a", 16_000, 4, classes)])[0]
             steps.append((step, choice is PLAIN))
-    assert steps[-6:] == [(8, False), (9, True), (10, True), (12, True), (16, True), (24, True)]
+    return steps, num_settled
 
 
 @pytest.mark.parametrize("decision_s, every", [(0.0005, 1), (0.002, 3), (0.005, 10)])

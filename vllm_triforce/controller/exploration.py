@@ -34,8 +34,8 @@ _SETTLING_STEPS = 2
 _PROBE_STEPS, _PROBE_AFTER = _SETTLING_STEPS + 1, 16
 # At rest one step in eight is timed, which takes the begin of two.
 _TIMED_EVERY = 8
-# Steps of the first rest after a proposal, at least of a long one, so that some are settled and
-# timed, and at most. Rests double in between: where proposals pay, the next match is near.
+# Steps of the first rest after a plan that pays, at least of a long one, so that some are settled
+# and timed, and at most. Rests double in between: where proposals pay, the next match is near.
 _FIRST_REST, SHORTEST_REST, LONGEST_REST = 1, 4, 128
 # Plain steps that the balance of losses begins with, and holds at most: one unlucky proposal may
 # take four.
@@ -300,15 +300,12 @@ class Exploration:
 
         A probe takes at most the share of the time that trials have.
         """
-        step = self.backoff.step
-        if best.is_plain:
-            self._last_plain_step = step
-            return False
-        num_steps = step - self._last_plain_step
+        num_steps = self.backoff.step - self._last_plain_step
         lost_s = _PROBE_STEPS * plain_s * (1 - 1 / best.speedup)
-        if num_steps < _PROBE_AFTER or lost_s > TRIAL_SHARE * num_steps * best.seconds:
+        may_lose_s = TRIAL_SHARE * num_steps * best.seconds
+        if best.is_plain or num_steps < _PROBE_AFTER or lost_s > may_lose_s:
             return False
-        self._last_plain_step = step
+        self._last_plain_step = self.backoff.step
         return True
 
     def _begin_rest(self, candidates: Sequence[Candidate], costs: StepCosts) -> int:
@@ -324,6 +321,8 @@ class Exploration:
         for candidate in candidates:
             if candidate.has_seed:  # no rest may delay its speculation
                 num_steps = min(num_steps, max(1, self._fixed.tokens_until(candidate)))
+        if num_steps > _SETTLING_STEPS:  # shorter rests have no step that is timed
+            self._last_plain_step = self.backoff.step
         self.trials.earn(num_steps * costs.plain_s, costs.plain_s)
         self.backoff.begin(num_steps)
         return num_steps
