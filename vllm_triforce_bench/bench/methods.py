@@ -199,7 +199,7 @@ def with_synthetic_test(variants: list[Variant], left_out: dict[str, str]) -> li
     return [variant for variant in variants if variant not in lack_it]
 
 
-def check_copies(variants: list[Variant], dtypes: list[str]) -> None:
+def check_copies(variants: list[Variant], dtypes: Sequence[str]) -> None:
     """Raise BadInput if level 2's copy has no fewer bits a weight than the target."""
     for variant in variants:
         copy = (variant.keys or {}).get("level2_model")
