@@ -196,7 +196,7 @@ def _choose(
         among = steps.settings(changed["budget"], changed["sources"], config.levels)
         return changed["predictor"].best(among, context, 1, changed["acceptance"]).speedup
 
-    candidates = _candidates(predictor, acceptance, vllm_config, layers, context)
+    candidates = list(_candidates(predictor, acceptance, vllm_config, layers, context))
     keys: list[dict[str, Any]] = []
     first = speedup({})
 
@@ -232,16 +232,14 @@ def _choose(
 
 def _candidates(
     predictor: Predictor, acceptance: Acceptance, vllm_config, layers: Layers, context: int
-) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Return level 2's keys, their values, and what these change."""
+) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield level 2's keys, their values, and what these change; a key at a time is taken."""
     config, _ = read_config(vllm_config)
-    if not config.uses_level2:
-        return []
-    budgets = [n for n in _BUDGETS if config.retrieval_recent_tokens < n < context]
-    candidates = [("retrieval_budget", n, {"budget": n}) for n in budgets]
-    if config.level2_model is None:
-        candidates += _copies(predictor, acceptance, vllm_config, layers)
-    return candidates
+    for n in _BUDGETS if config.uses_level2 else ():
+        if config.retrieval_recent_tokens < n < context:
+            yield "retrieval_budget", n, {"budget": n}
+    if config.uses_level2 and config.level2_model is None:
+        yield from _copies(predictor, acceptance, vllm_config, layers)
 
 
 def _head(target: Geometry) -> Geometry:
