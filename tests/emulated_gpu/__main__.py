@@ -58,12 +58,7 @@ def run_case(
     with log.open("w") as said:
         try:
             done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=env,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT_S,
+                command, cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT, timeout=LIMIT_S
             )
         except subprocess.TimeoutExpired:
             verdict.faults.append(f"stopped after {LIMIT_S} s")

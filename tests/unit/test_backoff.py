@@ -92,9 +92,8 @@ def with_matches(num_steps: int, has_match) -> tuple[list[tuple[int, bool]], int
         found.backoff.begin_step()
         num_settled += found.backoff.is_settled
         if not found.backoff.is_resting:
-            classes = matched(8 if has_match(step) else 0)
-            choice = found.choose([Candidate("a", 16_000, 4, classes)])[0]
-            steps.append((step, choice is PLAIN))
+            candidate = Candidate("a", 16_000, 4, matched(8 if has_match(step) else 0))
+            steps.append((step, found.choose([candidate]) == [PLAIN]))
     return steps, num_settled
 
 
