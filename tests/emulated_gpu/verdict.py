@@ -105,10 +105,11 @@ def _judge_tokens(verdict: Verdict, results: dict[Case, dict], target: str) -> N
 def _wanted_rounds(case: Case) -> set[str]:
     """Name the rounds that are replayed: those of every kind of batch. Where one request at a time
     is speculated on, it may be that only greedy ones are; where prompt lookup alone drafts and the
-    target has windows, that some kind has no drafts."""
+    target has windows, or level 2 reads all of the context, that some kind has no drafts."""
     if not case.selection:  # prompt lookup by itself has no rounds that are captured
         return set()
-    kinds = ("greedy",) if case.is_single else () if case.target == "granite-windows" else KINDS
+    is_rare = case.target == "granite-windows" or case.reads_all
+    kinds = ("greedy",) if case.is_single else () if is_rare else KINDS
     wanted = {"level 2 round"} | {f"level 2 logits, {kind}" for kind in kinds}
     if case.plan == "fixed":
         wanted.add("level 2 round without selection")
