@@ -356,16 +356,11 @@ _STATE_SPACE = dict(  # of Granite
     num_local_experts=0,
     shared_intermediate_size=256,
     attention_multiplier=0.2,
-    mamba_n_heads=4,
-    mamba_d_state=32,
-    mamba_chunk_size=64,
+    **dict(mamba_n_heads=4, mamba_d_state=32, mamba_chunk_size=64),
 )
 _NEMOTRON = dict(
     layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
-    ssm_state_size=32,
-    mamba_num_heads=4,
-    n_groups=2,
-    chunk_size=64,
+    **dict(ssm_state_size=32, mamba_num_heads=4, n_groups=2, chunk_size=64),
 )
 _SHARED_KV = dict(num_hidden_layers=6, layer_types=_WINDOWS["layer_types"][:2] * 3)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {

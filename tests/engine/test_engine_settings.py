@@ -168,8 +168,7 @@ def test_parallel(engines, pair, case):
     """Real processes through AsyncLLM. All ranks of a tensor-parallel target must propose the
     same: their counters are alike, also where each has its own heads' KV in its own host memory.
     Data-parallel engines answer each on its own."""
-    for module in {"ray": ["ray"], "suffix": ["arctic_inference"]}.get(case, []):
-        pytest.importorskip(module, reason=f"not installed: {module}")
+    pytest.importorskip({"ray": "ray", "suffix": "arctic_inference"}.get(case, "vllm"))
     env = v2_environment() if case in IN_HOST_MEMORY else None
     results = child.results_of("tests.engine.parallel_case", case, env=env)
     stock, asked = engines.get(pair["target"]), prompts()
