@@ -1,4 +1,4 @@
-"""Lengths of drafts: of a round's, by the acceptance of its source, and of direct ones.
+"""Lengths of drafts, in rounds by the acceptance of their source, and of direct drafts.
 
 A direct draft ends by a draft model's distributions, which say how likely its tokens are accepted.
 The confidence of a token is the largest probability of the distribution that it is drawn from.

@@ -191,8 +191,8 @@ def _informative_trials(
     is_route = options.is_possible & (routes == routes[speeds.argmax(1)][:, None])
     distances = np.abs(options.lengths - _TRIAL_LENGTH)
     trials = np.where(is_route, distances, np.inf).argmin(1)
-    # None where no trial would pay. One that pays by what is known is not planned because others
-    # would lose, so it finds out nothing.
+    # None where no trial would pay. A trial that seems to pay already was not planned because
+    # others would lose, so it finds out nothing.
     trial_s = share_s + options.seconds[rows, trials]
     is_known = 1 + options.tokens[rows, trials] > thresholds * trial_s
     trials[is_known | (speeds.max(1) <= thresholds)] = -1
@@ -310,8 +310,7 @@ class Exploration:
     def _begin_rest(self, candidates: Sequence[Candidate], costs: StepCosts) -> int:
         """Begin a rest after a decision to speculate nowhere, and return its steps.
 
-        In the long run decisions, each of which delays the batch by ``decision_s``, take at most
-        the time of trials.
+        In the long run decisions, ``decision_s`` of delay each, take at most the time of trials.
         """
         num_paid = min(round(costs.model.decision_s / (TRIAL_SHARE * costs.plain_s)), LONGEST_REST)
         self.backoff.paid_from = self.backoff.step + num_paid

@@ -95,7 +95,7 @@ def predict(
 
 
 def _check_counted(vllm_config, config: ResolvedConfig, layers: Layers) -> None:
-    """Raise ValueError if the model of time does not count what the engine does."""
+    """Raise ValueError if the engine does something that no price includes."""
     if config.is_plain or config.kv_offload_gib is not None:
         raise ValueError("KV in host memory is not counted; docs/offload.md has what to expect")
     if has_recurrent_layers(vllm_config.model_config):
