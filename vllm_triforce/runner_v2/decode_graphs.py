@@ -7,6 +7,7 @@ and proposals differ in length. Both need graphs, or a step takes longer than st
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.math_utils import next_power_of_2, round_up
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
@@ -109,6 +110,7 @@ def choose_decode_graphs(runner) -> None:
     if unsupported is None:
         serve_any_mix(manager)
     thin_decode_graphs(manager)
-    # State space captures no other length (``BaseMambaAttentionMetadataBuilder``).
-    is_bound = unsupported is not None and runner.vllm_config.model_config.is_hybrid
+    # State space captures no other length.
+    builders = [group.get_metadata_builder(0) for groups in runner.attn_groups for group in groups]
+    is_bound = any(isinstance(its, BaseMambaAttentionMetadataBuilder) for its in builders)
     add_plain_decode_graphs(manager, manager.decode_query_len if is_bound else None)
